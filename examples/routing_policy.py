@@ -1,7 +1,9 @@
-"""A server with another routing policy: every request goes to the next replica that has a free slot.
+"""A server with another routing policy: every request goes to the next replica that has a free
+slot.
 
 `PYTHONPATH=. serve-app serve examples/routing_policy.yaml` starts it. The default policy is
-`serve_app.fleet.prefix_routing.PrefixRouting`; `serve_app.fleet.routing_policy` documents the protocol.
+`serve_app.fleet.prefix_routing.PrefixRouting`; `serve_app.fleet.routing_policy` documents the
+protocol.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +24,8 @@ from serve_app.settings import Settings
 
 
 class RoundRobin:
-    """A `RoutingPolicy`. It counts the sequences that it has placed, since heartbeats come only once a second."""
+    """A `RoutingPolicy`. It counts the sequences that it has placed, since heartbeats come only
+    once a second."""
 
     def __init__(self) -> None:
         self._infos: Mapping[str, ReplicaInfo] = {}

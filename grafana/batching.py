@@ -1,4 +1,5 @@
-"""The dashboard for whoever tunes the batch: who runs and waits, what a step computes, the KV pool."""
+"""The dashboard for whoever tunes the batch: who runs and waits, what a step computes, the KV
+pool."""
 
 from grafana.panels import ENGINE, Row, lines, quantile, quantiles, spread, total_rate
 

@@ -1,7 +1,7 @@
 """The dashboards, put together from their rows of panels.
 
-The tests run every query of every panel against a Prometheus that scrapes a loaded fleet, and look every name in it up
-among the definitions of the metrics.
+The tests run every query of every panel against a Prometheus that scrapes a loaded fleet, and look
+every name in it up among the definitions of the metrics.
 """
 
 from typing import Any

@@ -1,6 +1,8 @@
-"""How a panel is made: a title, what it shows, its unit and its queries. Everything else is alike for all panels.
+"""How a panel is made: a title, what it shows, its unit and its queries. Everything else is alike
+for all panels.
 
-Decides looks, and the PromQL that many panels share. A query is a pair: PromQL, and the legend of its series.
+Decides looks, and the PromQL that many panels share. A query is a pair: PromQL, and the legend of
+its series.
 """
 
 from typing import Any
@@ -34,7 +36,8 @@ def lines(
     stacked: bool = False,
     highest: float | None = None,
 ) -> Any:
-    """Figures over time; `stacked` where their sum means something. `highest`: the top of the axis."""
+    """Figures over time; `stacked` where their sum means something. `highest`: the top of the
+    axis."""
     legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     panel = timeseries.Panel().min(0).draw_style(GraphDrawStyle.LINE).fill_opacity(30 if stacked else 0)
     panel = panel.legend(legend.show_legend(True)).tooltip(common.VizTooltipOptions().mode(TooltipMode.MULTI))

@@ -1,11 +1,11 @@
 """The results of a locust run: our figures in locust's statistics, one report, and the exit status.
 
-Decides what is counted and when a run has failed; `locustfile` decides how users behave. With several processes, each
-worker sends its results to the master, which alone writes the report.
+Decides what is counted and when a run has failed; `locustfile` decides how users behave. With
+several processes, each worker sends its results to the master, which alone writes the report.
 
-Beside its own rows, locust's statistics and page get: `TTFT` and `ITL` (mean gap of one answer) in milliseconds,
-`output tok/s` (of one answer; in that row the column's "ms" are tokens per second), and `met` or `missed` for each
-answer, so that the requests per second of `met` are the goodput.
+Beside its own rows, locust's statistics and page get: `TTFT` and `ITL` (mean gap of one answer) in
+milliseconds, `output tok/s` (of one answer; in that row the column's "ms" are tokens per second),
+and `met` or `missed` for each answer, so that the requests per second of `met` are the goodput.
 """
 
 import json
@@ -71,7 +71,8 @@ class Collector:
         return data, run_page("Users who chat", facts, run, summary, objective, views)
 
     def _on_init(self, environment: Any, **_: Any) -> None:
-        # Answers in progress at the end of the run are read to their end: cutting them off would lose the slow ones.
+        # Answers in progress at the end of the run are read to their end: cutting them off would
+        # lose the slow ones.
         environment.stop_timeout = environment.stop_timeout or 60.0
         if environment.web_ui is not None:
             environment.web_ui.app.add_url_rule("/report", "serve_app_report", lambda: self.report(environment)[1])
@@ -85,7 +86,8 @@ class Collector:
     def _on_stop(self, environment: Any, **_: Any) -> None:
         self._ended = time.time()
         if isinstance(environment.runner, WorkerRunner):
-            # The next report would be due seconds from now, when the master may have ended; and until then a worker
+            # The next report would be due seconds from now, when the master may have ended; and
+            # until then a worker
             # would sit out its stop timeout although all users have stopped.
             environment.runner._send_stats()
             environment.stop_timeout = 0.0

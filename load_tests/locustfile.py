@@ -1,13 +1,15 @@
 """Chatting users, for one server or a cluster, headless or with locust's own page:
 
-    locust -f load_tests/locustfile.py --headless -u 16 -r 4 -t 5m --host http://127.0.0.1:8000 --report report.html
-    locust -f load_tests/locustfile.py --host http://127.0.0.1:8000       # page on port 8089, our report on /report
-    locust -f load_tests/locustfile.py --processes 4 ...                  # several processes, one report
+    locust -f load_tests/locustfile.py --headless -u 16 -r 4 -t 5m --host http://127.0.0.1:8000
+    --report report.html locust -f load_tests/locustfile.py --host http://127.0.0.1:8000       #
+    page on port 8089, our report on /report locust -f load_tests/locustfile.py --processes 4 ...
+    # several processes, one report
 
-Decides how users behave. Each holds conversations of several turns (so that the next prompt begins with what the server
-has just computed), under one of a few long system prompts that many users share, asks short and long questions, and
-sometimes disconnects in the middle of an answer. `--shape` decides the number of users over time. `locust_results`
-decides what is counted and the exit status when the objective is missed.
+Decides how users behave. Each holds conversations of several turns (so that the next prompt begins
+with what the server has just computed), under one of a few long system prompts that many users
+share, asks short and long questions, and sometimes disconnects in the middle of an answer.
+`--shape` decides the number of users over time. `locust_results` decides what is counted and the
+exit status when the objective is missed.
 """
 
 import itertools
@@ -79,7 +81,8 @@ class ChatUser(HttpUser):
             self._model = response.json()["data"][0]["id"]
 
     def wait_time(self) -> float:
-        """Turns start at the chosen pace, not in step with other users; after a late answer the next starts at once."""
+        """Turns start at the chosen pace, not in step with other users; after a late answer the
+        next starts at once."""
         return max(0.0, self._turn_start + self._pace * self._rng.uniform(0.5, 1.5) - time.perf_counter())
 
     @task
@@ -127,7 +130,8 @@ class ChatUser(HttpUser):
         return result
 
     def _read(self, response: Any, result: RequestResult, start: float, patience: int | None) -> None:
-        """Read events until the end, or until `patience` tokens were enough; times and tokens go to `result`."""
+        """Read events until the end, or until `patience` tokens were enough; times and tokens go to
+        `result`."""
         text, last, done = "", start, False
         for line in response.iter_lines(chunk_size=None):
             if patience is not None and result.output_tokens >= patience:
@@ -172,7 +176,8 @@ def instructions(number: int) -> str:
 
 
 def question(rng: random.Random) -> str:
-    """What a user asks: one question after up to 200 words of context, short far more often than long."""
+    """What a user asks: one question after up to 200 words of context, short far more often than
+    long."""
     ask = rng.choice(_REQUESTS)
     fillers = int(math.exp(rng.uniform(0.0, math.log(12)))) - 1
     sentences = [_FILLER] * fillers + [ask]
@@ -182,13 +187,15 @@ def question(rng: random.Random) -> str:
 class Crowd(LoadTestShape):
     """The number of users over time; locust's options for users, spawn rate and run time apply.
 
-    steady: all. ramp: from one to all over four fifths of the run. spike: a quarter; in the middle third, all.
+    steady: all. ramp: from one to all over four fifths of the run. spike: a quarter; in the middle
+    third, all.
     """
 
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        """Users wanted now and how many may be added or removed per second; None at the end of the run time."""
+        """Users wanted now and how many may be added or removed per second; None at the end of the
+        run time."""
         options = self.runner.environment.parsed_options
         users, run_time = options.num_users or 1, float(options.run_time or 0)
         passed = self.get_run_time()

@@ -1,7 +1,9 @@
-"""GGUF files with random weights in the shapes of real models, for their speed and memory; their text is noise.
+"""GGUF files with random weights in the shapes of real models, for their speed and memory; their
+text is noise.
 
-`python -m load_tests.random_gguf llama-3.1-8b FILE` writes one with types as in files called Q4_K_M. Its vocabulary is
-the default model's, filled up with names, so that every server that reads GGUF serves it.
+`python -m load_tests.random_gguf llama-3.1-8b FILE` writes one with types as in files called
+Q4_K_M. Its vocabulary is the default model's, filled up with names, so that every server that reads
+GGUF serves it.
 """
 
 import json
@@ -29,15 +31,16 @@ _FACTORS: Mapping[Kind, Mapping[int, float]] = {
     Kind.Q5_K: {0: 1 / 400, 1: 15.5 / 400},
     Kind.Q6_K: {104: 1 / 1370},
 }
-"""Of which size the scales of blocks of random bytes must be for weights of standard deviation 1 around 0: by the
-scale's place among the block's 16-bit numbers."""
+"""Of which size the scales of blocks of random bytes must be for weights of standard deviation 1
+around 0: by the scale's place among the block's 16-bit numbers."""
 
 Contents = Callable[[str, tuple[int, ...], Kind], NDArray[Any]]
 """A tensor's rows as the file has them, from its name, shape and kind."""
 
 
 def mixed_kinds(name: str, layer: int, num_layers: int) -> Kind:
-    """As in files called Q4_K_M: the output, and some layers' values and down projections, in 6 bits."""
+    """As in files called Q4_K_M: the output, and some layers' values and down projections, in 6
+    bits."""
     if name == "output":
         return Kind.Q6_K
     more_bits = layer < num_layers // 8 or layer >= 7 * num_layers // 8 or (layer - num_layers // 8) % 3 == 2
@@ -109,8 +112,9 @@ def write_gguf(
     contents: Contents | None = None,
     tokenizer: Path | None = None,
 ) -> Path:
-    """kinds: by a matrix' name without its layer, its layer, and how many there are. shapes: other tensors than the
-    configuration's. tokenizer: a GGUF file whose vocabulary is taken over and filled up."""
+    """kinds: by a matrix' name without its layer, its layer, and how many there are. shapes: other
+    tensors than the configuration's. tokenizer: a GGUF file whose vocabulary is taken over and
+    filled up."""
     writer = gguf.GGUFWriter(path, config["model_type"])
     writer.add_name(path.stem)
     writer.add_context_length(config["max_position_embeddings"])

@@ -1,4 +1,5 @@
-"""Starting a server on loopback, waiting until it answers, and stopping exactly what was started."""
+"""Starting a server on loopback, waiting until it answers, and stopping exactly what was
+started."""
 
 import os
 import signal
@@ -20,7 +21,8 @@ _ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server and how to talk to it. `model` is the name to send ("" = the first that it lists)."""
+    """How to start a server and how to talk to it. `model` is the name to send ("" = the first that
+    it lists)."""
 
     name: str
     command: tuple[str, ...]
@@ -48,9 +50,9 @@ class RunningServer:
 def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterator[RunningServer]:
     """Start the server, wait until `ready_path` answers 200, and stop it at the end.
 
-    Its output goes to `log`. It ends with the thread that this is called in, however that ends. Raises `RuntimeError`
-    when it ends early, is not ready within `limit_s` seconds, or when another server already answers at its address.
-    """
+    Its output goes to `log`. It ends with the thread that this is called in, however that ends.
+    Raises `RuntimeError` when it ends early, is not ready within `limit_s` seconds, or when another
+    server already answers at its address."""
     url = server.base_url + server.ready_path
     if _status(url) is not None:
         raise RuntimeError(f"another server already answers at {server.base_url}")
@@ -87,7 +89,8 @@ def _status(url: str) -> int | None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the process; once it has ended or the limit is over, SIGKILL to the rest of its process group."""
+    """SIGTERM to the process; once it has ended or the limit is over, SIGKILL to the rest of its
+    process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

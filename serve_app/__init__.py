@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names on first use, so that importing `serve_app.core` stays free of torch."""
+    """Load the public names on first use, so that importing `serve_app.core` stays free of
+    torch."""
     if name == "SamplingParams":
         from serve_app.core.sampling_params import SamplingParams
 

@@ -15,8 +15,9 @@
         ├── UnavailableError        503  no replica can serve now; retry after `retry_after_s`
         └── EngineError             500  the engine failed this request
 
-Domain code raises these; `serve_app.api.door.errors` maps them to responses, once. Requests cross process borders, so a
-`RequestError` turns into a plain dict (`to_wire`) and back (`from_wire`) instead of being pickled.
+Domain code raises these; `serve_app.api.door.errors` maps them to responses, once. Requests cross
+process borders, so a `RequestError` turns into a plain dict (`to_wire`) and back (`from_wire`)
+instead of being pickled.
 """
 
 from typing import Any, ClassVar
@@ -185,6 +186,7 @@ def from_wire(data: dict[str, Any]) -> RequestError:
 
 
 def one_line(error: BaseException, *, kind: bool = False) -> str:
-    """The error's text in one line of at most 300 characters, after its class name if `kind`; or the name only."""
+    """The error's text in one line of at most 300 characters, after its class name if `kind`; or
+    the name only."""
     name, text = type(error).__name__, " ".join(str(error).split())[:300]
     return (f"{name}: {text}" if kind else text) if text else name

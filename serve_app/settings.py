@@ -1,7 +1,8 @@
 """The one tree of settings.
 
-Decides which knobs exist, their defaults and their limits. The builder, the ingress and the launcher read it and hand
-plain dataclasses down; nothing below `api` sees pydantic. `setting_rows` is what docs/settings.md is made from.
+Decides which knobs exist, their defaults and their limits. The builder, the ingress and the
+launcher read it and hand plain dataclasses down; nothing below `api` sees pydantic. `setting_rows`
+is what docs/settings.md is made from.
 """
 
 import difflib
@@ -28,7 +29,8 @@ _SPARE_REQUESTS = 256
 
 
 class _Frozen(BaseModel):
-    # `protected_namespaces` is empty because pydantic reserves the prefix `model_`, which `model` and its like need.
+    # `protected_namespaces` is empty because pydantic reserves the prefix `model_`, which `model`
+    # and its like need.
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
     )
@@ -49,19 +51,26 @@ class EngineSettings(_Frozen):
     """The engine of each replica."""
 
     max_num_seqs: Annotated[int | Literal["auto"], _auto_or_up_to(4096)] = "auto"
-    """Slots of a replica; each of `n` choices takes one; `auto` = as many as KV pool and step time allow, 16 to 256."""
+    """Slots of a replica; each of `n` choices takes one; `auto` = as many as KV pool and step time
+    allow, 16 to 256."""
     max_num_batched_tokens: Annotated[int | Literal["auto"], _auto_or_up_to(1_048_576)] = "auto"
-    """Maximum tokens in a step, prefill and decode together; `auto` = as many as step time allows, up to 8192."""
+    """Maximum tokens in a step, prefill and decode together; `auto` = as many as step time allows,
+    up to 8192."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s frequencies."""
+    """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s
+    frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Maximum size of the KV pool in GiB; null = what measured memory allows (on a CPU at most 4)."""
+    """Maximum size of the KV pool in GiB; null = what measured memory allows (on a CPU at most
+    4)."""
     memory_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Fraction of the memory left after loading and a largest step for the KV pool; CUDA graphs need the rest."""
+    """Fraction of the memory left after loading and a largest step for the KV pool; CUDA graphs
+    need the rest."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
-    """`fcfs` = by arrival; `priority` = lowest `priority` of a request first; `static` = closed batches (baseline)."""
+    """`fcfs` = by arrival; `priority` = lowest `priority` of a request first; `static` = closed
+    batches (baseline)."""
     prefill: Literal["fused", "separate"] = "fused"
-    """`fused` = prompts share steps with decodes; `separate` = prompts get their own steps while decodes pause."""
+    """`fused` = prompts share steps with decodes; `separate` = prompts get their own steps while
+    decodes pause."""
     waiting_served_ratio: float = Field(default=0.0, ge=0, le=1000)
     """Admit waiting requests once waiting >= running x this ratio; 0 = always."""
     max_wait_s: float = Field(default=1.0, ge=0, le=3600)
@@ -73,22 +82,27 @@ class EngineSettings(_Frozen):
     speculation: Literal["auto", "off"] = "auto"
     """`auto` = prompt-lookup speculation where it saves time; same tokens as without."""
     deterministic: bool = False
-    """On GPUs, batch-invariant results, at a lower speed. Results on CPUs are always batch-invariant."""
+    """On GPUs, batch-invariant results, at a lower speed. Results on CPUs are always
+    batch-invariant."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens; `auto` = by mode (docs/precision.md)."""
+    """`fp8` = keys and values in 8 bits, on GPUs: twice the tokens; `auto` = by mode
+    (docs/precision.md)."""
     max_num_waiting: int | None = Field(default=None, ge=0, le=1_000_000)
     """Sequences that may wait in a replica for its admission gate; null = `max_num_seqs`."""
     stall_timeout_s: float | None = Field(default=None, gt=0, le=3600)
-    """Seconds after which a replica whose step has not ended is replaced; null = 5 largest steps, at least 10."""
+    """Seconds after which a replica whose step has not ended is replaced; null = 5 largest steps,
+    at least 10."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of each replica's model; null = the machine's cores divided by the number of replicas."""
+    """CPU threads of each replica's model; null = the machine's cores divided by the number of
+    replicas."""
 
 
 class IngressSettings(_Frozen):
     """The HTTP side: access, request limits, queue."""
 
     keys_file: str | None = Field(default=None, min_length=1)
-    """YAML file of API keys (`serve-app keys`), reloaded on change; null = no keys, every client has full access."""
+    """YAML file of API keys (`serve-app keys`), reloaded on change; null = no keys, every client
+    has full access."""
     allow_anonymous: bool = False
     """Serve requests without a key, beside a keys file or (without one) beyond this machine."""
     allowed_hosts: list[str] | None = None
@@ -100,7 +114,8 @@ class IngressSettings(_Frozen):
     share_prefixes: bool = False
     """Share the prefix cache between all keys; each key can then detect prompts of others."""
     max_queued_requests: int = Field(default=128, ge=0, le=1_000_000)
-    """Sequences (prompts times `n`) that may wait at the ingress; further requests are answered 429."""
+    """Sequences (prompts times `n`) that may wait at the ingress; further requests are answered
+    429."""
     max_body_mib: float = Field(default=4.0, gt=0, le=1024)
     """Largest request body in MiB; a larger one is answered 413."""
     body_timeout_s: float = Field(default=10.0, gt=0, le=3600)
@@ -108,21 +123,26 @@ class IngressSettings(_Frozen):
     max_unfinished_per_source: int = Field(default=2048, ge=1, le=1_000_000)
     """Maximum connections of one address without a complete request; further ones are closed."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """Seconds until a request ends with a timeout error; the header `x-request-timeout` may lower it."""
+    """Seconds until a request ends with a timeout error; the header `x-request-timeout` may lower
+    it."""
     failover_wait_s: float = Field(default=30.0, ge=0, le=3600)
     """Seconds that a request waits for a replica when none is left."""
     drain_timeout_s: float = Field(default=60.0, ge=0, le=86_400)
     """Seconds after a stop signal until running requests end with an error."""
     stream_interval_ms: float = Field(default=50.0, ge=0, le=60_000)
-    """Minimum time between two events of a stream from 16 sequences on, less with fewer; 0 = one event per step."""
+    """Minimum time between two events of a stream from 16 sequences on, less with fewer; 0 = one
+    event per step."""
     tools: Literal["auto", "hermes"] = "auto"
-    """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', described in a system prompt."""
+    """Form of tool calls: `auto` = the chat template's; `hermes` = Hermes', described in a system
+    prompt."""
     otlp_endpoint: str | None = Field(default=None, pattern=r"https?://.+")
-    """OpenTelemetry collector for a span of every request, OTLP over HTTP (`http://127.0.0.1:4318`)."""
+    """OpenTelemetry collector for a span of every request, OTLP over HTTP
+    (`http://127.0.0.1:4318`)."""
 
 
 class AutoscalingSettings(_Frozen):
-    """The number of engine replicas follows the load: running and waiting sequences, and full KV pools."""
+    """The number of engine replicas follows the load: running and waiting sequences, and full KV
+    pools."""
 
     min_replicas: int = Field(default=1, ge=1, le=1024)
     """Minimum number of engine replicas."""
@@ -135,26 +155,33 @@ class AutoscalingSettings(_Frozen):
 
 
 class Settings(_Frozen):
-    """`args` of the application in `deploy/*.yaml`. Unknown keys and invalid values are refused by name."""
+    """`args` of the application in `deploy/*.yaml`. Unknown keys and invalid values are refused by
+    name."""
 
     model: str = Field(default="default", min_length=1)
-    """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id (main at start, or `@commit`)."""
+    """`default` (SmolLM2-135M-Instruct), a local folder, a `.gguf` file or a hub id (main at start,
+    or `@commit`)."""
     ignore_model_keys: list[str] = []
-    """Unsupported keys of a GGUF file, `config.json` or `generation_config.json` to load the model without."""
+    """Unsupported keys of a GGUF file, `config.json` or `generation_config.json` to load the model
+    without."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """The model name in the API; null = the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Dtype of products, weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on GPUs."""
+    """Dtype of products, weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on
+    GPUs."""
     quantization: Literal["auto", "none", "int8", "fp8"] = "auto"
-    """`none` = exact; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` where it works, in float32."""
+    """`none` = exact; `int8` = 8 bits, on CPUs; `fp8` = 8 bits, on GPUs; `auto` = `int8` where it
+    works, in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` = one GPU per replica if Ray's cluster has GPUs, else the CPU."""
+    """Where the model runs; `auto` = one GPU per replica if Ray's cluster has GPUs, else the
+    CPU."""
     num_replicas: int = Field(default=1, ge=1, le=1024)
     """Number of engine replicas; not allowed with `autoscaling`."""
     autoscaling: AutoscalingSettings | None = None
     """Adjust the number of engine replicas to the load; null = `num_replicas`."""
     metrics_host: str = Field(default="127.0.0.1", min_length=1)
-    """Address of the metrics ports; `node` = each node's own address, for clusters of several nodes."""
+    """Address of the metrics ports; `node` = each node's own address, for clusters of several
+    nodes."""
     engine: EngineSettings = EngineSettings()
     ingress: IngressSettings = IngressSettings()
 
@@ -202,10 +229,13 @@ class Settings(_Frozen):
 
     @property
     def ingress_requests(self) -> int:
-        """Requests that the ingress has at once: all places, as many bodies under way, and a reserve.
+        """Requests that the ingress has at once: all places, as many bodies under way, and a
+        reserve.
 
-        Streams cannot take the reserve, as what has no place is refused; it is for refusals, and for requests that
-        take no place (models, metrics, tokenize). Bodies that are still to come take none of it either.
+        Streams cannot take the reserve, as what has no place is refused; it is for refusals, and
+        for requests that
+        take no place (models, metrics, tokenize). Bodies that are still to come take none of it
+        either.
         """
         return 2 * self.num_places + self.ingress.max_unfinished_per_source + _SPARE_REQUESTS
 
@@ -224,7 +254,8 @@ class Settings(_Frozen):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_in_one_line(cls, data: Any, handler: ModelWrapValidatorHandler["Settings"]) -> "Settings":
-        """Turn pydantic's report into a `ConfigError` of one line, which also survives a trip through Ray's logs."""
+        """Turn pydantic's report into a `ConfigError` of one line, which also survives a trip
+        through Ray's logs."""
         if not isinstance(data, Settings | Mapping):
             raise ConfigError(f"the application's args must be a mapping of settings, got {_shown(data)}")
         try:

@@ -1,5 +1,5 @@
-"""Tests. Without a GPU, Triton's kernels are interpreted; Triton reads its switch when it is imported, and transformers
-imports it, so the switch is set before anything else."""
+"""Tests. Without a GPU, Triton's kernels are interpreted; Triton reads its switch when it is
+imported, and transformers imports it, so the switch is set before anything else."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Models and engines that many tests share. Loading is slow, so models live as long as the session; engines do not:
+"""Models and engines that many tests share. Loading is slow, so models live as long as the session;
+engines do not:
 one engine at a time owns a model, because it allocates the model's KV pool."""
 
 from collections.abc import AsyncIterator
@@ -35,7 +36,8 @@ __all__ = ["fleet", "references", "small_model"]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny models spend more time in handing out work than in doing it, and other tests need the other core."""
+    """Tiny models spend more time in handing out work than in doing it, and other tests need the
+    other core."""
     torch.set_num_threads(1)
 
 

@@ -1,4 +1,5 @@
-"""Keeps what each test took in `build/durations.json`: elapsed seconds, and processor seconds with those of children.
+"""Keeps what each test took in `build/durations.json`: elapsed seconds, and processor seconds with
+those of children.
 
 A session's fixtures count for the first test that uses them, and children once they have ended.
 """

@@ -1,4 +1,5 @@
-"""How many examples a property test draws: fewer under hypothesis's profile `quick`, which `make test` uses."""
+"""How many examples a property test draws: fewer under hypothesis's profile `quick`, which `make
+test` uses."""
 
 import hypothesis
 

@@ -1,6 +1,8 @@
-"""Three real replicas of a small model on each of Ray's two paths, for every test that strikes or only asks a fleet.
+"""Three real replicas of a small model on each of Ray's two paths, for every test that strikes or
+only asks a fleet.
 
-Starting one takes half a minute, so there is one for the session; pytest brings the tests of each path together.
+Starting one takes half a minute, so there is one for the session; pytest brings the tests of each
+path together.
 Tests leave it whole, but for `SIGTERM`'s, which is the last of its path.
 """
 
@@ -53,7 +55,8 @@ def fleet(
 
 
 def change(fleet: Fleet, deployment: str, **options: Any) -> None:
-    """Other options for one of its deployments, as an operator changes them; returns when they hold."""
+    """Other options for one of its deployments, as an operator changes them; returns when they
+    hold."""
     config = yaml.safe_load(fleet.config.read_text())
     application = config["applications"][0]
     others = [entry for entry in application.get("deployments", ()) if entry["name"] != deployment]

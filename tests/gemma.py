@@ -1,4 +1,5 @@
-"""Gemma 3 270M in Q4_K_M, a real second model, from packages that hold it in parts. Gemma's terms: for tests alone."""
+"""Gemma 3 270M in Q4_K_M, a real second model, from packages that hold it in parts. Gemma's terms:
+for tests alone."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Tiny random models as GGUF files with the metadata and the tensors that llama.cpp's converters write."""
+"""Tiny random models as GGUF files with the metadata and the tensors that llama.cpp's converters
+write."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "n_inner": 96, "layer_norm_epsilon": 2e-5, "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
-"""By GGUF's name of the architecture: transformers' configuration, with no value that is a default."""
+"""By GGUF's name of the architecture: transformers' configuration, with no value that is a
+default."""
 
 Keys = Sequence[tuple[str, Any, Value] | tuple[str, Any, Value, Value]]
 
@@ -184,8 +186,8 @@ def write_model(
     without: Sequence[str] = (),
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> Path:
-    """keys, tensors: besides what the converter writes, or in its place; without: keys, without their prefix, that it
-    is to leave out."""
+    """keys, tensors: besides what the converter writes, or in its place; without: keys, without
+    their prefix, that it is to leave out."""
     writer = gguf.GGUFWriter(path, architecture)
     left_out = {f"{architecture}.{key}" for key in without}
     merged = {key[0]: key for key in [*_DESCRIPTION, *converter_keys(architecture, module.config), *keys]}

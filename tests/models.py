@@ -1,4 +1,5 @@
-"""Tiny random transformers models, one per architecture, for tests, and what tests of the CPU kernels need."""
+"""Tiny random transformers models, one per architecture, for tests, and what tests of the CPU
+kernels need."""
 
 import contextlib
 from pathlib import Path
@@ -73,10 +74,11 @@ MIXTURES_OF_EXPERTS = tuple(_MIXTURES)
 
 
 def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
-    """A random causal LM of this architecture in eval mode: vocabulary 200, context 512, 2 layers (gemma3: 7).
+    """A random causal LM of this architecture in eval mode: vocabulary 200, context 512, 2 layers
+    (gemma3: 7).
 
-    Weights are spread more widely than at initialization, so that logits differ clearly between tokens. changes: of the
-    configuration.
+    Weights are spread more widely than at initialization, so that logits differ clearly between
+    tokens. changes: of the configuration.
     """
     model_type, values = {**_CONFIGS, **_MIXTURES}[arch]
     config = AutoConfig.for_model(model_type, **{**values, **changes})
@@ -98,14 +100,15 @@ def in_mode(mode: str, module: Any, **options: Any) -> PagedModel:
 
 
 def poison(cache: LayerCache, block_dim: int = 0, first_block: int = 0) -> None:
-    """What no token of a sequence has written must not be used: NaN from `first_block` on. In int8 the keys' scales are
-    NaN; the values', which are always finite, are 8e37."""
+    """What no token of a sequence has written must not be used: NaN from `first_block` on. In int8
+    the keys' scales are NaN; the values', which are always finite, are 8e37."""
     for pool, byte in zip(cache, (-1, 0x7E), strict=True):
         pool.movedim(block_dim, 0)[first_block:].fill_(byte if pool.dtype == torch.int8 else torch.nan)
 
 
 def own_cache(folder: Path) -> str:
-    """A `cache_dir` in `folder` that is empty but for the compiled kernels, which are everybody's."""
+    """A `cache_dir` in `folder` that is empty but for the compiled kernels, which are
+    everybody's."""
     cache, kernels = folder / "cache", CACHE_DIR.expanduser() / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     cache.mkdir(exist_ok=True)

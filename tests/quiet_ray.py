@@ -1,4 +1,5 @@
-"""Ray Serve, imported without the deprecation warnings that its own modules cause (here every warning is an error)."""
+"""Ray Serve, imported without the deprecation warnings that its own modules cause (here every
+warning is an error)."""
 
 import warnings
 

@@ -6,7 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """Letters, a few words, and one token per byte for everything else (as Llama 2, Gemma and Phi-3 have it)."""
+    """Letters, a few words, and one token per byte for everything else (as Llama 2, Gemma and Phi-3
+    have it)."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [chr(c) for c in range(ord("a"), ord("z") + 1)] + ["wo", "ld", "rld", "world", "▁world"]
     merges = [("w", "o"), ("l", "d"), ("r", "ld"), ("wo", "rld"), ("▁", "world")]

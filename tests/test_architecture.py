@@ -1,4 +1,5 @@
-"""The rules that keep the code readable: import arrows, sizes, who reads the environment, documented public names."""
+"""The rules that keep the code readable: import arrows, sizes, who reads the environment,
+documented public names."""
 
 import ast
 import re
@@ -27,7 +28,8 @@ SHORT_TASKS = {
     "serving/front.py": "the first message of one request",
     "serving/replica.py": "the digest of the weights, which the start waits for",
 }
-"""Who may make tasks that nobody looks after, and why: they end with a request or with the start."""
+"""Who may make tasks that nobody looks after, and why: they end with a request or with the
+start."""
 OWN_THREADS = {
     "experiments/compare_runs.py": "ends a process of a measurement with its parent",
     "grammars/library.py": "a deep stack for one call, whose error is handed to the caller",
@@ -72,9 +74,11 @@ def test_import_arrows_point_down() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports for types alone and inside functions count too; import-linter looks at packages only."""
+    """Imports for types alone and inside functions count too; import-linter looks at packages
+    only."""
     graph = grimp.build_graph("serve_app", "load_tests", cache_dir=None)
-    modules = graph.modules - {"serve_app"}  # which offers the engine's `LLM` by name, and has the version
+    # which offers the engine's `LLM` by name, and has the version
+    modules = graph.modules - {"serve_app"}
     imports = {module: graph.find_modules_directly_imported_by(module) & modules for module in modules}
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
@@ -130,7 +134,8 @@ def calls(path: Path, *called: str) -> bool:
 
 
 def test_what_lasts_is_run_by_the_helper_that_runs_it_again() -> None:
-    """An error in a task that nobody awaits ends it in silence: `system.lasting` logs it and runs it again."""
+    """An error in a task that nobody awaits ends it in silence: `system.lasting` logs it and runs
+    it again."""
     names = ("create_task", "ensure_future", "TaskGroup", "run_coroutine_threadsafe")
     making = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if calls(path, *names)}
     assert making == {"system/lasting.py", *SHORT_TASKS}
@@ -168,7 +173,8 @@ def test_the_number_of_settings_is_bounded() -> None:
         for name, field in model.model_fields.items():
             sections = [
                 part
-                for part in (field.annotation, *get_args(field.annotation))  # a section may be optional
+                # a section may be optional
+                for part in (field.annotation, *get_args(field.annotation))
                 if isinstance(part, type) and issubclass(part, BaseModel)
             ]
             for section in sections:

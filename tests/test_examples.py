@@ -1,4 +1,5 @@
-"""The programs in examples/ run as their README says, against one real server, which is itself an example."""
+"""The programs in examples/ run as their README says, against one real server, which is itself an
+example."""
 
 import os
 import re
@@ -22,7 +23,8 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """examples/routing_policy.yaml: two replicas of the default model behind the example's routing policy."""
+    """examples/routing_policy.yaml: two replicas of the default model behind the example's routing
+    policy."""
     config = yaml.safe_load((EXAMPLES / "routing_policy.yaml").read_text())
     port = config["http_options"]["port"] = free_port()
     # Small, for a machine that runs other tests as well.

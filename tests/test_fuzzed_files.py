@@ -1,4 +1,5 @@
-"""Files that operators edit or models bring: whatever they contain, the readers return a value or a typed error."""
+"""Files that operators edit or models bring: whatever they contain, the readers return a value or a
+typed error."""
 
 import datetime
 import json
@@ -118,7 +119,8 @@ def fuzz(num_examples: int) -> Callable[[Any], Any]:
 
 
 def typed(read: Callable[[], object]) -> object:
-    """What it returns, or None for one of our own errors, whose message is one line that can be written anywhere."""
+    """What it returns, or None for one of our own errors, whose message is one line that can be
+    written anywhere."""
     told = ""
     try:
         return read()

@@ -13,7 +13,8 @@ NAMES = sorted(set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PAGE)))
 
 
 def _defined(path: Path) -> set[str]:
-    """Functions, classes, parameters, fields and attributes of a file; members also as `Class.member`."""
+    """Functions, classes, parameters, fields and attributes of a file; members also as
+    `Class.member`."""
     tree = ast.parse(path.read_text())
     names: set[str] = set()
     for node in ast.walk(tree):

@@ -1,4 +1,5 @@
-"""The container's packages: each has hashes, and is of the version that constraints.txt pins and the tests run with."""
+"""The container's packages: each has hashes, and is of the version that constraints.txt pins and
+the tests run with."""
 
 import re
 import tomllib
@@ -23,7 +24,8 @@ def _hashed() -> dict[str, str]:
 
 
 def test_versions_are_those_of_the_constraints() -> None:
-    """Beside them there is what torch wants to run on GPUs, or to compile itself: the tests have it for CPUs."""
+    """Beside them there is what torch wants to run on GPUs, or to compile itself: the tests have it
+    for CPUs."""
     lines = (line.partition("==") for line in (ROOT / "constraints.txt").read_text().split())
     pinned = {_plain(name): version for name, _, version in lines}
     others = {name: version for name, version in _hashed().items() if pinned.get(name) != version}

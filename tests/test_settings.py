@@ -1,4 +1,5 @@
-"""Settings refuse what is wrong with the key's name, in one line; the deploy files pass, also Serve's own schema."""
+"""Settings refuse what is wrong with the key's name, in one line; the deploy files pass, also
+Serve's own schema."""
 
 import os
 from pathlib import Path

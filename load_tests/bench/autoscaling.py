@@ -1,9 +1,10 @@
-"""Autoscaling on this machine: a server with `autoscaling`, a locust ramp against it, and the replicas over time.
+"""Autoscaling on this machine: a server with `autoscaling`, a locust ramp against it, and the
+replicas over time.
 
     python -m load_tests.bench.autoscaling --users 24 --ramp-s 120 --json autoscaling.json
 
-Decides the load and what is sampled. Exits with 1 when the replicas did not go up under the ramp and down after it, or
-when locust saw a failure.
+Decides the load and what is sampled. Exits with 1 when the replicas did not go up under the ramp
+and down after it, or when locust saw a failure.
 """
 
 import json
@@ -89,7 +90,8 @@ def main(
     port: int = 8000,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")] = None,
 ) -> None:
-    """Serve with one replica to `max_replicas`, run a locust ramp, wait until one replica is left."""
+    """Serve with one replica to `max_replicas`, run a locust ramp, wait until one replica is
+    left."""
     config = yaml.safe_load((_REPOSITORY / "deploy" / "config.yaml").read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["args"] = {
@@ -126,7 +128,8 @@ def main(
 
 
 def _ramp(base_url: str, users: int, seconds: float, began: float, samples: list[Sample]) -> int:
-    """Run locust's ramp and sample the server meanwhile; locust's exit status, which is 1 when a request failed."""
+    """Run locust's ramp and sample the server meanwhile; locust's exit status, which is 1 when a
+    request failed."""
     command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--shape", "ramp"]
     command += ["-u", str(users), "-t", f"{seconds:g}s", "--host", base_url, "--pace", "2", "--exit-code-on-error", "1"]
     # Replicas start while the queue grows: what counts here is that all are answered, not how soon.

@@ -2,15 +2,19 @@
 
     python -m load_tests.bench.constrained_cost grammars --json FILE
     python -m load_tests.bench.constrained_cost engine --json FILE
-    python -m load_tests.bench.constrained_cost servers --contestants serve_app,vllm_bfloat16 --json FILE
+    python -m load_tests.bench.constrained_cost servers --contestants serve_app,vllm_bfloat16 --json
+    FILE
 
 `grammars`: processor time to build, check and walk a grammar that comes for the first time.
-`engine`, without a server: decoding of 16 rows of which 0, 1 or 16 follow a grammar, without speculation; and one
-user's nested order with its grammar and without, speculation on in both, the text forced to be the same.
-`servers`, over HTTP: the first token without a schema, with one of 30 nested fields that is known, and with one that
-comes for the first time; then tokens per second of 1 and 16 users, with and without a grammar.
+`engine`, without a server: decoding of 16 rows of which 0, 1 or 16 follow a grammar, without
+speculation; and one user's nested order with its grammar and without, speculation on in both, the
+text forced to be the same.
+`servers`, over HTTP: the first token without a schema, with one of 30 nested fields that is known,
+and with one that comes for the first time; then tokens per second of 1 and 16 users, with and
+without a grammar.
 
-What is compared takes turns, round after round; the first round is a warm-up. Figures are medians over the rounds.
+What is compared takes turns, round after round; the first round is a warm-up. Figures are medians
+over the rounds.
 """
 
 import asyncio
@@ -112,7 +116,8 @@ def thirty_fields(number: int) -> dict[str, Any]:
 
 
 def _turns(rounds: int, measures: Mapping[str, Callable[[int], float]]) -> dict[str, Any]:
-    """Medians of measures that take turns, and their ratios to the first one's; the round before is a warm-up."""
+    """Medians of measures that take turns, and their ratios to the first one's; the round before is
+    a warm-up."""
     values: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
         for name, measure in measures.items():
@@ -134,7 +139,8 @@ def _first_time_ms(schema: Callable[[int], dict[str, Any]], number: int) -> floa
 
 
 def measure_grammars(rounds: int) -> dict[str, Any]:
-    """The figures of the command `grammars`; every round brings schemas that were not there before."""
+    """The figures of the command `grammars`; every round brings schemas that were not there
+    before."""
     fields: dict[str, Callable[[int], dict[str, Any]]] = {
         "3 fields": lambda n: _object({f"a{n}": _TEXT, "b": {"type": "integer"}, "c": {"type": "boolean"}}),
         "30 fields": thirty_fields,
@@ -153,7 +159,8 @@ def measure_grammars(rounds: int) -> dict[str, Any]:
 
 
 class Dictated:
-    """A sampler that works as always, and then says a given text instead. For one request at a time."""
+    """A sampler that works as always, and then says a given text instead. For one request at a
+    time."""
 
     def __init__(self, inner: TokenSampler, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self._inner, self._token_ids, self._num_prompt_tokens = inner, token_ids, num_prompt_tokens
@@ -248,20 +255,23 @@ async def _ask(server: Server, writer: PromptWriter, rng: Random, users: int, to
 
 
 def first_token_ms(server: Server, writer: PromptWriter, what: str, seed: int) -> float:
-    """Milliseconds until a user alone sees the first token, to a prompt that nobody has asked before."""
+    """Milliseconds until a user alone sees the first token, to a prompt that nobody has asked
+    before."""
     [result] = uvloop.run(_ask(server, writer, Random(f"first {what} {seed}"), 1, 1))
     return 1e3 * (result.ttft_s or 0.0)
 
 
 def users_rate(server: Server, writer: PromptWriter, users: int, what: str, seed: int) -> float:
-    """Tokens per second of so many users at once, prompts included, which nobody has asked before."""
+    """Tokens per second of so many users at once, prompts included, which nobody has asked
+    before."""
     start = time.perf_counter()
     results = uvloop.run(_ask(server, writer, Random(f"{users} users {what} {seed}"), users, DECODED))
     return sum(result.output_tokens for result in results) / (time.perf_counter() - start)
 
 
 def measure_server(server: Server, writer: PromptWriter, rounds: int) -> dict[str, Any]:
-    """The figures of one server; first tokens are measured four times as often, as they are over soon."""
+    """The figures of one server; first tokens are measured four times as often, as they are over
+    soon."""
     known = constrained(server, thirty_fields(0))
     endless = constrained(server, ENDLESS)
     first: dict[str, Callable[[int], float]] = {

@@ -1,8 +1,10 @@
-"""Who is measured: our server in its ways to start, our engine without a server, and the peers near their defaults.
+"""Who is measured: our server in its ways to start, our engine without a server, and the peers near
+their defaults.
 
-Decides how each is started and spoken to; installs nothing (see `peer_setup`) and measures nothing (see `peers`).
-A peer runs 16 sequences at once, the fewest that ours may choose, and beside it stands the same peer with its own
-default (`NAME_defaults`). All get 4,096 tokens of context for each sequence.
+Decides how each is started and spoken to; installs nothing (see `peer_setup`) and measures nothing
+(see `peers`).
+A peer runs 16 sequences at once, the fewest that ours may choose, and beside it stands the same
+peer with its own default (`NAME_defaults`). All get 4,096 tokens of context for each sequence.
 """
 
 import json
@@ -28,7 +30,8 @@ _QUIET_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT
 
 @dataclass(frozen=True, slots=True)
 class OfflineCommand:
-    """How to run requests without a server: a command that takes `--workloads` and the like, see `offline`."""
+    """How to run requests without a server: a command that takes `--workloads` and the like, see
+    `offline`."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -39,10 +42,12 @@ Command = ServerCommand | OfflineCommand
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One line of the table. `make(folder, config)` says how to start it; `config` is the Serve config ours begin with.
+    """One line of the table. `make(folder, config)` says how to start it; `config` is the Serve
+    config ours begin with.
 
-    needs: installations of `peer_setup`. exact: its weights have 16 bits or more. engine: it batches continuously but
-    runs without a server, so ours with a server are not compared with it, and ours without one only with such.
+    needs: installations of `peer_setup`. exact: its weights have 16 bits or more. engine: it
+    batches continuously but runs without a server, so ours with a server are not compared with it,
+    and ours without one only with such.
     """
 
     what: str
@@ -101,7 +106,8 @@ def _openvino(kind: str, max_num_seqs: int | None) -> Any:
 
 
 def _llama(kind: str, *options: str) -> Any:
-    """llama-server with every core, and memory for 16 sequences; how many it runs at once, and flash
+    """llama-server with every core, and memory for 16 sequences; how many it runs at once, and
+    flash
     attention, are its own choice unless the options say so."""
 
     def make(folder: PeerFolder, _config: Path) -> ServerCommand:
@@ -139,7 +145,8 @@ def _vllm(dtype: str, max_num_seqs: int | None) -> Any:
 
 
 def _transformers(folder: PeerFolder, _config: Path) -> ServerCommand:
-    """`transformers serve`: it refuses fields it does not know and takes the number of tokens, and how to sample
+    """`transformers serve`: it refuses fields it does not know and takes the number of tokens, and
+    how to sample
     them, in a JSON string."""
     port, model = free_port(), str(folder.model)
     command = [str(folder.environment("transformers") / "bin/transformers"), "serve", model, "--continuous-batching"]
@@ -286,5 +293,5 @@ CONTESTANTS: dict[str, Contestant] = {
     **dict(_vllm_contestants()),
     **dict(_other_contestants()),
 }
-"""In the order in which they run: our engine comes between our servers, whose path it measures, and the other engine,
-because machines drift."""
+"""In the order in which they run: our engine comes between our servers, whose path it measures, and
+the other engine, because machines drift."""

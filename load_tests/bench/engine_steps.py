@@ -1,7 +1,8 @@
-"""How long the engine's steps take, without a server: one decode step with several batch sizes, one prefill step.
+"""How long the engine's steps take, without a server: one decode step with several batch sizes, one
+prefill step.
 
-The modes take turns, round after round, so that drift and other load on the machine affect them alike. CPU time is
-reported beside wall time: on a busy machine it says more.
+The modes take turns, round after round, so that drift and other load on the machine affect them
+alike. CPU time is reported beside wall time: on a busy machine it says more.
 
     python -m load_tests.bench.engine_steps --modes torch,none,int8,bfloat16 --json FILE
 """

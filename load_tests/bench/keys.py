@@ -1,9 +1,12 @@
 """What keys cost and what they keep, on servers that this starts itself.
 
-    python -m load_tests.bench.keys cost --repeats 6 --json cost.json       # with keys and a ledger, and without
-    python -m load_tests.bench.keys shares --minutes 5 --json shares.json   # weights 1 : 2, and 600 tokens a minute
+    python -m load_tests.bench.keys cost --repeats 6 --json cost.json       # with keys and a
+    ledger, and without
+    python -m load_tests.bench.keys shares --minutes 5 --json shares.json   # weights 1 : 2, and 600
+    tokens a minute
 
-Exits with 1 where a promise is missed: decode at most 1 % slower, the first token at most 0.3 ms later; shares within
+Exits with 1 where a promise is missed: decode at most 1 % slower, the first token at most 0.3 ms
+later; shares within
 5 % of the weights while both queue, the limit used to 95 % and never passed by more than a request.
 """
 
@@ -62,7 +65,8 @@ def cost(
     config: Config = _CONFIG,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode and first token of a server with a keys file, every limit and a ledger, over one without."""
+    """Decode and first token of a server with a keys file, every limit and a ledger, over one
+    without."""
     writer = open_writer("default")
     kinds: dict[str, Keys] = {"without": {}, "with keys": {"bench": _LIMITS}}
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {} for kind in kinds}
@@ -135,7 +139,8 @@ def cost_faults(without: Results, with_keys: Results) -> list[str]:
 
 
 def share_figures(lines: Iterable[Line], seconds: float) -> dict[str, Any]:
-    """From the lines of the ledger of a run of so many seconds: requests count when they came, tokens as charged."""
+    """From the lines of the ledger of a run of so many seconds: requests count when they came,
+    tokens as charged."""
     charged: dict[str, list[tuple[float, int]]] = {key: [] for key in _SHARES}
     for line in lines:
         if line["key"] in charged:
@@ -169,7 +174,8 @@ def share_faults(figures: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _serving(config: Path, folder: Path, keys: Keys) -> Iterator[dict[str, Server]]:
-    """A server by `config`, and who speaks to it: each of `keys` by name, or without any, somebody."""
+    """A server by `config`, and who speaks to it: each of `keys` by name, or without any,
+    somebody."""
     folder.mkdir()
     api_keys = {name: add_key(folder / "keys.yaml", name, dict(fields)) for name, fields in keys.items()}
     ingress = dict(yaml.safe_load(config.read_text())["applications"][0]["args"].get("ingress", {}))

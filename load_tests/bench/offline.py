@@ -1,12 +1,13 @@
-"""The requests of a workload without a server: through our engine, OpenVINO GenAI's, and batched `generate`.
+"""The requests of a workload without a server: through our engine, OpenVINO GenAI's, and batched
+`generate`.
 
     python -m load_tests.bench.offline engine   --workloads decode,single --json FILE
     python -m load_tests.bench.offline openvino --workloads decode --gguf FILE --json FILE
     python -m load_tests.bench.offline generate --workloads decode --json FILE
 
-`engine` shows what HTTP and Ray cost: the same engine as in a replica, fed with token ids in this process. `openvino`
-is an engine that has no server, fed by the same loop. `generate` is the usual first attempt at batching: static padded
-batches of 16. Sends nothing over HTTP (see `peers`).
+`engine` shows what HTTP and Ray cost: the same engine as in a replica, fed with token ids in this
+process. `openvino` is an engine that has no server, fed by the same loop. `generate` is the usual
+first attempt at batching: static padded batches of 16. Sends nothing over HTTP (see `peers`).
 """
 
 import gc
@@ -61,7 +62,8 @@ class OurEngine:
 
 
 def generate_runner(generator: PaddedGenerator, writer: PromptWriter) -> Runner:
-    """Runs batches of at most 16 in the workload's order: with users who take turns, a batch is one turn of each.
+    """Runs batches of at most 16 in the workload's order: with users who take turns, a batch is one
+    turn of each.
 
     Tokens are seen only when their batch ends, so there are no latencies.
     """
@@ -93,7 +95,8 @@ def _report(
     json_file: Path | None,
 ) -> None:
     run(build_workload("decode", writer, repeat=repeat, salt="warm-up", num_requests=2), lambda _: None)
-    gc.freeze()  # as a server's process does: what a load leaves behind is visited by no later collection
+    # as a server's process does: what a load leaves behind is visited by no later collection
+    gc.freeze()
     figures = {}
     for name, count in read_names(workloads).items():
         workload = build_workload(name, writer, repeat=repeat, num_requests=count)
@@ -139,7 +142,8 @@ def openvino(
     wait_quiet: WaitQuiet = 0.0,
     json_file: JsonFile = None,
 ) -> None:
-    """The requests through OpenVINO GenAI's continuous batching, in this process; its packages must be on the path."""
+    """The requests through OpenVINO GenAI's continuous batching, in this process; its packages must
+    be on the path."""
     from load_tests.bench.openvino_engine import OpenVinoEngine
 
     writer = open_writer("default")

@@ -1,12 +1,15 @@
 """Open-loop load: requests are sent when they are due, however slow the answers are.
 
-    python -m load_tests.bench.open_loop --rate 2 --duration 60 --html report.html        # Poisson arrivals
-    python -m load_tests.bench.open_loop --rate 2 --duration 60 --variation 4             # the same rate in bursts
-    python -m load_tests.bench.open_loop --trace BurstGPT_1.csv --speed 10 --num-requests 500
+    python -m load_tests.bench.open_loop --rate 2 --duration 60 --html report.html        # Poisson
+    arrivals
+    python -m load_tests.bench.open_loop --rate 2 --duration 60 --variation 4             # the same
+    rate in bursts python -m load_tests.bench.open_loop --trace BurstGPT_1.csv --speed 10
+    --num-requests 500
 
-A generator that waits for answers slows down with the server that it measures and hides the queue. This one does not,
-and counts a request's latency from when it was due. Decides which requests are due when, and whether the objective was
-met (the exit status is 1 if not); `workloads.client` sends and counts.
+A generator that waits for answers slows down with the server that it measures and hides the queue.
+This one does not, and counts a request's latency from when it was due. Decides which requests are
+due when, and whether the objective was met (the exit status is 1 if not); `workloads.client` sends
+and counts.
 """
 
 import asyncio
@@ -37,7 +40,8 @@ console = Console(stderr=True)
 def run_open_loop(
     server: Server, workload: Workload, writer: PromptWriter, retries: int = 0
 ) -> tuple[Run, list[Comparison]]:
-    """Send an open-loop workload once, with a progress bar; also compare it with the server's own metrics."""
+    """Send an open-loop workload once, with a progress bar; also compare it with the server's own
+    metrics."""
     before = ServerView.read(server.base_url)
     with show_progress(workload, workload.name) as on_done:
         run = asyncio.run(run_workload(server, workload, writer, on_done, retries))

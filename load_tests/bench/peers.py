@@ -3,9 +3,11 @@
     python -m load_tests.bench.peers --repeats 3 --json FILE --png FILE
     python -m load_tests.bench.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
 
-Decides the order: in every round each contestant is started, sent every workload, and stopped, so a machine that
-drifts treats all alike; figures are medians over the rounds. A peer that takes long and decides nothing, by the first
-round, is not asked again. A contestant that cannot run stays in the table, with the reason.
+Decides the order: in every round each contestant is started, sent every workload, and stopped, so a
+machine that
+drifts treats all alike; figures are medians over the rounds. A peer that takes long and decides
+nothing, by the first round, is not asked again. A contestant that cannot run stays in the table,
+with the reason.
 """
 
 import json
@@ -53,7 +55,8 @@ class _Round:
         self._wait_quiet = wait_quiet
 
     def take(self, name: str, command: ServerCommand | OfflineCommand, entry: Entry) -> None:
-        """Measure one contestant; what it has until it fails counts, and why it failed stands in the entry."""
+        """Measure one contestant; what it has until it fails counts, and why it failed stands in
+        the entry."""
         console.print(f"[bold]{name}[/bold], round {self._repeat + 1}")
         try:
             if isinstance(command, ServerCommand):
@@ -102,7 +105,8 @@ def main(
     json_file: JsonFile = None,
     png: PngFile = None,
 ) -> None:
-    """Measure us and the peers; the exit status is 1 when one of ours failed, or a request of ours did."""
+    """Measure us and the peers; the exit status is 1 when one of ours failed, or a request of ours
+    did."""
     names, wanted = contestants.split(","), _read(workloads)
     if unknown := set(names) - set(CONTESTANTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(CONTESTANTS)}")
@@ -126,7 +130,8 @@ def main(
         for name, entry in entries.items():
             if entry.reason is None and name not in left_out:
                 turn.take(name, CONTESTANTS[name].make(peers, config), entry)
-            if json_file is not None:  # after each, because an hour of measuring should survive an interruption
+            # after each, because an hour of measuring should survive an interruption
+            if json_file is not None:
                 json_file.write_text(json.dumps(report | figures(entries, list(wanted)), indent=1) + "\n")
     print_tables(Console(), entries, list(wanted))
     if png is not None:

@@ -1,10 +1,12 @@
-"""What a comparison with the peers says: the table, our ratios over every peer and over the best, the picture.
+"""What a comparison with the peers says: the table, our ratios over every peer and over the best,
+the picture.
 
 Decides which figure of a workload counts and whom ours are compared with; measures nothing.
 
-A ratio is ours over a peer's, which is named beside it: above 1 is good for rates, below 1 for times. Our servers are
-compared with servers, our engine with engines; with unquantized weights against the peers that have such too, as they
-come against all. A peer counts in a row if it answered every request of it, each with the right number of tokens.
+A ratio is ours over a peer's, which is named beside it: above 1 is good for rates, below 1 for
+times. Our servers are compared with servers, our engine with engines; with unquantized weights
+against the peers that have such too, as they come against all. A peer counts in a row if it
+answered every request of it, each with the right number of tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +62,8 @@ class Entry:
 
     @property
     def pss_mib(self) -> float | None:
-        """Memory of all its processes, shared pages counted once: the most that was seen after a run."""
+        """Memory of all its processes, shared pages counted once: the most that was seen after a
+        run."""
         return max((run["server_pss_mib"] for runs in self.runs.values() for run in runs), default=None)
 
     @property
@@ -83,7 +86,8 @@ class Standing:
 
 
 def rate(workload: str, figures: Figures) -> float:
-    """The workload's tokens per second: of the prompts where prompts are nearly all there is, else of the answers."""
+    """The workload's tokens per second: of the prompts where prompts are nearly all there is, else
+    of the answers."""
     return float(figures["prompt_tok_s" if workload == "prefill" else "output_tok_s"])
 
 
@@ -138,7 +142,8 @@ def _best(peers: Mapping[str, Figures], figure: str, workload: str) -> tuple[str
 
 
 def ratios(entries: Mapping[str, Entry], workload: str) -> dict[str, dict[str, float]]:
-    """Tokens per second of each of ours over each of its peers': by our contestant, then by peer."""
+    """Tokens per second of each of ours over each of its peers': by our contestant, then by
+    peer."""
     return {
         name: {
             other: round(rate(workload, median) / rate(workload, figures), 3)
@@ -150,8 +155,8 @@ def ratios(entries: Mapping[str, Entry], workload: str) -> dict[str, dict[str, f
 
 
 def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[str]:
-    """The peers that decide nothing: among those that one of their kind is compared with, in no row within a quarter of
-    the most tokens per second, and nobody's best in another figure."""
+    """The peers that decide nothing: among those that one of their kind is compared with, in no row
+    within a quarter of the most tokens per second, and nobody's best in another figure."""
     contenders: set[str] = set()
     peers = {name: entry for name, entry in entries.items() if not entry.contestant.ours and entry.runs}
     for workload in workloads:
@@ -167,8 +172,8 @@ def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[st
 def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
     """What HTTP and Ray cost each of our servers that runs the engine which also ran alone.
 
-    decode_share: the part of the engine's tokens per second that is lost; first_token_ms: what a single user's first
-    token takes longer.
+    decode_share: the part of the engine's tokens per second that is lost; first_token_ms: what a
+    single user's first token takes longer.
     """
     costs: dict[str, dict[str, float]] = {}
     if _ENGINE not in entries:
@@ -291,8 +296,8 @@ def _number(value: float | None) -> str:
 
 
 def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
-    """A panel for each workload: a bar for each contestant's median, a dot for each run, and above them ours over the
-    best peer, with its name; overwrites `path`."""
+    """A panel for each workload: a bar for each contestant's median, a dot for each run, and above
+    them ours over the best peer, with its name; overwrites `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

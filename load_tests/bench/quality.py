@@ -1,8 +1,9 @@
-"""How much a mode that rounds changes the model: KL divergence, agreement of the likeliest token, perplexity.
+"""How much a mode that rounds changes the model: KL divergence, agreement of the likeliest token,
+perplexity.
 
-Both modes run on one text in windows of `--window` tokens, each position predicting the next token. The text is the
-long descriptions of the installed packages, in order of their names, so that the same environment gives the same
-figures.
+Both modes run on one text in windows of `--window` tokens, each position predicting the next token.
+The text is the long descriptions of the installed packages, in order of their names, so that the
+same environment gives the same figures.
 
     python -m load_tests.bench.quality --mode int8 --json FILE
 """
@@ -30,8 +31,9 @@ MODES = {"int8": ModelOptions(quantization="int8"), "bfloat16": ModelOptions(dty
 
 @dataclass
 class Quality:
-    """Means over all positions, and the largest KL divergence. KL is that of the quantized model's distribution from
-    the exact one's, in nats; `top1` is the share of positions where the likeliest token is the same."""
+    """Means over all positions, and the largest KL divergence. KL is that of the quantized model's
+    distribution from the exact one's, in nats; `top1` is the share of positions where the likeliest
+    token is the same."""
 
     positions: int
     kl_mean: float
@@ -43,7 +45,8 @@ class Quality:
 
 
 def corpus(model: str, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of the text. Raises `ValueError` when the descriptions are shorter."""
+    """The first `num_tokens` tokens of the text. Raises `ValueError` when the descriptions are
+    shorter."""
     tokenizer = load_tokenizer(model)
     ids: list[int] = []
     names = sorted({dist.metadata["Name"] for dist in importlib.metadata.distributions()}, key=str.lower)

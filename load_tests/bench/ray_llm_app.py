@@ -1,6 +1,8 @@
-"""Ray Serve LLM with its vLLM engine on the CPU, in the foreground: `ray_llm_app.py MODEL_FOLDER PORT ENGINE_JSON`.
+"""Ray Serve LLM with its vLLM engine on the CPU, in the foreground: `ray_llm_app.py MODEL_FOLDER
+PORT ENGINE_JSON`.
 
-Runs in an environment of its own (see `peer_setup`), so it imports nothing of ours. Ends with SIGTERM.
+Runs in an environment of its own (see `peer_setup`), so it imports nothing of ours. Ends with
+SIGTERM.
 """
 
 import json
@@ -14,7 +16,8 @@ import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-# Ray counts cores where it places actors. Router, replica and engine worker would not fit on two, and none holds one.
+# Ray counts cores where it places actors. Router, replica and engine worker would not fit on two,
+# and none holds one.
 _PLACES = 8
 _FORWARDED = (
     *("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CACHE_ROOT"),

@@ -1,10 +1,11 @@
-"""Our router beside two of Ray's, in front of the same engine replicas, on requests that share prefixes.
+"""Our router beside two of Ray's, in front of the same engine replicas, on requests that share
+prefixes.
 
     python -m load_tests.bench.routing --json FILE
 
-24 prefixes of 512 tokens, 4 requests each, shuffled, on 3 replicas. Each router gets a server of its own, one after
-another. Decides the workload and the two figures that count: the prefix hit rate (the share of prompt tokens found in
-the engines' prefix caches) and the time to first token.
+24 prefixes of 512 tokens, 4 requests each, shuffled, on 3 replicas. Each router gets a server of
+its own, one after another. Decides the workload and the two figures that count: the prefix hit rate
+(the share of prompt tokens found in the engines' prefix caches) and the time to first token.
 """
 
 import asyncio
@@ -72,7 +73,8 @@ def parse_counters(page: str) -> dict[str, dict[str, float]]:
 
 
 def prefix_figures(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The hit rate between two samples, and the share of all prompt tokens that went to the busiest replica."""
+    """The hit rate between two samples, and the share of all prompt tokens that went to the busiest
+    replica."""
     growth = {name: {key: after[name][key] - before[name][key] for key in (_HITS, _QUERIES)} for name in after}
     queries = [one[_QUERIES] for one in growth.values()]
     hits = sum(one[_HITS] for one in growth.values())
@@ -111,7 +113,8 @@ def _measure_once(client: Server, workload: Workload, writer: PromptWriter, serv
 
 
 def first_token_figures(run: Run) -> dict[str, float | None]:
-    """Mean and percentiles of the time to first token, in milliseconds; None when no token arrived."""
+    """Mean and percentiles of the time to first token, in milliseconds; None when no token
+    arrived."""
     times = [result.ttft_s for result in run.results if result.ttft_s is not None]
     values = {"mean": mean(times) if times else None} | {f"p{p}": percentile(times, p) for p in (50, 99)}
     return {f"ttft_{name}_ms": None if value is None else round(1000 * value, 1) for name, value in values.items()}
@@ -160,7 +163,8 @@ def show(results: dict[str, list[Report]]) -> Table:
 
 
 def verdict(results: dict[str, list[Report]]) -> list[str]:
-    """The expectations that were missed, in words; none when our router beats power of two as it should."""
+    """The expectations that were missed, in words; none when our router beats power of two as it
+    should."""
     faults = [
         f"{router}: {run['failures']} failed, {run['wrong_length']} of wrong length {run['errors']}"
         for router, runs in results.items()

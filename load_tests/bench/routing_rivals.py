@@ -1,9 +1,10 @@
-"""Ray's own routers in front of our engine, for comparison: applications to name as `import_path` in a Serve config.
+"""Ray's own routers in front of our engine, for comparison: applications to name as `import_path`
+in a Serve config.
 
-Decides nothing about routing. Ray's routers place calls of a Ray handle, so here each request is a streaming call
-instead of a message on our link, without failover, which the comparison does not need. Ray's prefix-aware router is
-used without its package, whose import requires vLLM or SGLang; it compares texts, so it is given one character per
-token.
+Decides nothing about routing. Ray's routers place calls of a Ray handle, so here each request is a
+streaming call instead of a message on our link, without failover, which the comparison does not
+need. Ray's prefix-aware router is used without its package, whose import requires vLLM or SGLang;
+it compares texts, so it is given one character per token.
 """
 
 import asyncio
@@ -41,7 +42,8 @@ _FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
 
 
 def _import_prefix_router() -> Any:
-    """Ray's class, loaded from its two files alone; it is pickled by value for processes that cannot import them."""
+    """Ray's class, loaded from its two files alone; it is pickled by value for processes that
+    cannot import them."""
     parts = _PACKAGE.split(".")
     for i in range(2, len(parts) + 1):
         package = ModuleType(".".join(parts[:i]))
@@ -71,7 +73,8 @@ class PrefixTreeRouter(ReportingMixin, _import_prefix_router()):  # type: ignore
 
 
 class CalledReplica(EngineReplica):
-    """A replica that also takes requests as streaming calls, which it passes on over a link to itself."""
+    """A replica that also takes requests as streaming calls, which it passes on over a link to
+    itself."""
 
     _link: IngressEnd | None = None
 
@@ -110,7 +113,8 @@ class HandleTransport(LinkTransport):
             call.cancel()
 
     async def _run(self, attempt: Attempt) -> None:
-        # In a context of its own: within that of an HTTP request, all its calls would share one id, by which the
+        # In a context of its own: within that of an HTTP request, all its calls would share one id,
+        # by which the
         # router tells waiting calls apart.
         data = pack_request(attempt.request, attempt.attempt_id)
         items = contextvars.Context().run(self._call.remote, data)

@@ -13,7 +13,8 @@ _BINS = 40
 
 
 def draw_over_time(run: Run) -> Figure:
-    """Requests due and answered per second, requests in flight, and output tokens per second, over the run."""
+    """Requests due and answered per second, requests in flight, and output tokens per second, over
+    the run."""
     figure, (rates, flight, tokens) = new_figure(columns=3)
     width = max(run.seconds / _BINS, 1e-3)
     edges = [index * width for index in range(_BINS)]
@@ -56,7 +57,8 @@ def draw_first_tokens(run: Run, objective: Objective) -> Figure:
 
 
 def draw_distributions(run: Run, objective: Objective) -> Figure:
-    """Cumulative distributions of the time to first token, the time per token, and the gaps between tokens."""
+    """Cumulative distributions of the time to first token, the time per token, and the gaps between
+    tokens."""
     figure, (first, between) = new_figure(columns=2)
     good = [result for result in run.results if result.error is None]
     ttft = [r.ttft_s for r in good if r.ttft_s is not None]
@@ -79,7 +81,8 @@ def draw_distributions(run: Run, objective: Objective) -> Figure:
 
 
 def _range(seconds: Sequence[float], objective_s: float) -> tuple[float, float]:
-    """Limits in milliseconds of a logarithmic axis for the values and the objective; gaps near 0 lie left of it."""
+    """Limits in milliseconds of a logarithmic axis for the values and the objective; gaps near 0
+    lie left of it."""
     shown = [1000 * value for value in (*seconds, objective_s)]
     return max(0.1, min(shown) / 1.5), max(0.2, 1.5 * max(shown))
 

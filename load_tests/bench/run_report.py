@@ -1,4 +1,5 @@
-"""The page about one open-loop run: verdict, figures, pictures, and what the server's own metrics say."""
+"""The page about one open-loop run: verdict, figures, pictures, and what the server's own metrics
+say."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -40,7 +41,8 @@ def run_page(
     objective: Objective,
     views: Sequence[Comparison] = (),
 ) -> str:
-    """The page about one run: whether the objective was met, figures, pictures, both views, circumstances."""
+    """The page about one run: whether the objective was met, figures, pictures, both views,
+    circumstances."""
     parts = [f"<h1>{escape(title)}</h1>", _verdict(summary, objective)]
     parts.append(table(["", ""], [(text, summary[key]) for key, text in _COUNTS.items()]))
     # Closed-loop users start their requests themselves, so none is late.

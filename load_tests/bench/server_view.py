@@ -1,7 +1,8 @@
 """A run as the server's own metrics show it, beside what the client measured.
 
-Decides how the two are compared; reads `/metrics` before and after a run and measures nothing itself. A histogram gives
-a percentile only to the width of a bucket: the two agree when they differ by no more than that.
+Decides how the two are compared; reads `/metrics` before and after a run and measures nothing
+itself. A histogram gives a percentile only to the width of a bucket: the two agree when they differ
+by no more than that.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ class Histogram:
         return Histogram(self.bounds, tuple(new - old for new, old in zip(self.counts, before.counts, strict=True)))
 
     def percentile(self, percent: float) -> tuple[float, float, float] | None:
-        """(estimate, lower bound, upper bound) in seconds, interpolated as Prometheus's `histogram_quantile` does.
+        """(estimate, lower bound, upper bound) in seconds, interpolated as Prometheus's
+        `histogram_quantile` does.
 
         None when nothing was observed. Above the highest finite bound the estimate is that bound.
         """
@@ -113,10 +115,11 @@ class Comparison:
 def compare_views(
     before: ServerView | None, after: ServerView | None, results: Sequence[RequestResult]
 ) -> list[Comparison]:
-    """Percentiles in seconds and the number of output tokens, both sides; empty for a server without our metrics.
+    """Percentiles in seconds and the number of output tokens, both sides; empty for a server
+    without our metrics.
 
-    Valid when nobody else used the server meanwhile. Tokens are compared only when every answer is complete: the server
-    also counts tokens that a client did not wait for.
+    Valid when nobody else used the server meanwhile. Tokens are compared only when every answer is
+    complete: the server also counts tokens that a client did not wait for.
     """
     if before is None or after is None:
         return []

@@ -1,4 +1,5 @@
-"""A workload through an engine without a server: closed loop, step by step, each token timed when its step ends."""
+"""A workload through an engine without a server: closed loop, step by step, each token timed when
+its step ends."""
 
 import time
 from collections import deque
@@ -14,7 +15,8 @@ from serve_app.workloads.runs import OnDone, Runner
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One request's part of a step: its number, how many tokens it got, whether it ended, and why if it failed."""
+    """One request's part of a step: its number, how many tokens it got, whether it ended, and why
+    if it failed."""
 
     number: int
     tokens: int
@@ -26,7 +28,8 @@ class Engine(Protocol):
     """An engine that computes several requests at once, step by step."""
 
     def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
-        """One more request: `item`, whose text is these tokens, sampled as it says to exactly its number of tokens."""
+        """One more request: `item`, whose text is these tokens, sampled as it says to exactly its
+        number of tokens."""
 
     def step(self) -> Iterable[StepOutput]:
         """Compute one step."""

@@ -1,10 +1,12 @@
-"""What a replica costs above its model: tasks, frames and processor time per token, in front of a stub engine.
+"""What a replica costs above its model: tasks, frames and processor time per token, in front of a
+stub engine.
 
     python -m load_tests.bench.stub_engine --json FILE
 
-The replica is a process of its own: the engine's thread, the event loop and the link are the real ones, the engine's
-core gives each of its requests one token per step and has no model. This process is the ingress's end of the link, over
-a real socket, and only counts what comes. A step takes as long as it is said to, whatever the number of streams.
+The replica is a process of its own: the engine's thread, the event loop and the link are the real
+ones, the engine's core gives each of its requests one token per step and has no model. This process
+is the ingress's end of the link, over a real socket, and only counts what comes. A step takes as
+long as it is said to, whatever the number of streams.
 """
 
 import asyncio
@@ -97,7 +99,8 @@ async def open_replica(step_s: float) -> LinkServer:
 
 
 def replica(pipe: Connection, step_s: float) -> None:
-    """The replica's process: says where its link is, then what it has used, whenever it is asked."""
+    """The replica's process: says where its link is, then what it has used, whenever it is
+    asked."""
 
     async def run() -> None:
         links = await open_replica(step_s)

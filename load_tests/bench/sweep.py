@@ -1,10 +1,13 @@
-"""What do the knobs do? Scheduler settings under open-loop load, with fused and with separate prefill.
+"""What do the knobs do? Scheduler settings under open-loop load, with fused and with separate
+prefill.
 
     python -m load_tests.bench.sweep --json sweep.json --html sweep.html --png sweep.png
-    python -m load_tests.bench.sweep --quick --json sweep.json      # smoke test: few settings, one rate
+    python -m load_tests.bench.sweep --quick --json sweep.json      # smoke test: few settings, one
+    rate
 
-Every setting gets a fresh server and the same arrivals: the defaults, and the defaults with one knob turned. Decides
-which settings and rates are tried and in which order; `sweep_report` draws them. The machine drifts, so the
+Every setting gets a fresh server and the same arrivals: the defaults, and the defaults with one
+knob turned. Decides which settings and rates are tried and in which order; `sweep_report` draws
+them. The machine drifts, so the
 settings are shuffled, fused beside separate, and the defaults are measured again at the end.
 """
 
@@ -68,7 +71,8 @@ class Setting:
 
 
 def settings_to_try(knobs: Sequence[str], quick: bool) -> list[Setting]:
-    """The defaults, every value of every knob in a shuffled order, and the defaults again; each with both prefills."""
+    """The defaults, every value of every knob in a shuffled order, and the defaults again; each
+    with both prefills."""
     turned = [(knob, value) for knob in knobs for value in VALUES[knob][-1 if quick else 0 :]]
     Random(0).shuffle(turned)
     order = [("", 0.0), *turned] + ([] if quick else [("", 0.0)])
@@ -76,7 +80,8 @@ def settings_to_try(knobs: Sequence[str], quick: bool) -> list[Setting]:
 
 
 def server_of(setting: Setting, config: Path, folder: Path, port: int) -> ServerCommand:
-    """The command that serves `config` with this setting on `port`; its config is written to `folder`."""
+    """The command that serves `config` with this setting on `port`; its config is written to
+    `folder`."""
     document = yaml.safe_load(config.read_text())
     document["http_options"]["port"] = port
     arguments = document["applications"][0]["args"]
@@ -95,7 +100,8 @@ def arrivals_at(rate: float, seconds: float, writer: PromptWriter, seed: int) ->
 
 
 def measure_capacity(server: Server, writer: PromptWriter) -> float:
-    """Requests per second that the server completes with 24 in flight at all times; rates are shares of it."""
+    """Requests per second that the server completes with 24 in flight at all times; rates are
+    shares of it."""
     rng = Random("capacity")
     items = []
     for _ in range(_CAPACITY_REQUESTS):
@@ -120,7 +126,8 @@ def measure(
     on_points: Callable[[list[dict[str, Any]]], None],
     port: int = _PORT,
 ) -> list[dict[str, Any]]:
-    """One point per setting and rate; `on_points` gets all of them after every setting. Logs go to `folder`.
+    """One point per setting and rate; `on_points` gets all of them after every setting. Logs go to
+    `folder`.
 
     Without `rates`, the rates are `shares` of the first server's capacity.
     """

@@ -1,4 +1,5 @@
-"""Pictures and tables of a sweep: throughput against latency, one line per value of a knob. Decides how it is shown."""
+"""Pictures and tables of a sweep: throughput against latency, one line per value of a knob. Decides
+how it is shown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,8 @@ Point = Mapping[str, Any]
 
 
 def draw_sweep(points: Sequence[Point]) -> Figure:
-    """A row for each knob, a column for each latency; x is the throughput reached. Solid: fused; dashed: separate."""
+    """A row for each knob, a column for each latency; x is the throughput reached. Solid: fused;
+    dashed: separate."""
     knobs = [knob for knob in KNOBS if any(point["knob"] == knob for point in points)]
     figure = Figure(figsize=(11, 3.2 * max(1, len(knobs))), layout="constrained", facecolor="white")
     rows = figure.subplots(max(1, len(knobs)), len(_AXES), squeeze=False)
@@ -58,7 +60,8 @@ def _draw_knob(axes: Axes, points: Sequence[Point], knob: str, kind: str, percen
 
 
 def medians(points: Sequence[Point], prefill: str, knob: str, value: float) -> list[tuple[float, dict[str, Any]]]:
-    """(rate, figures) of one setting by rate; where it was measured more than once, the median of each figure."""
+    """(rate, figures) of one setting by rate; where it was measured more than once, the median of
+    each figure."""
     chosen = [p for p in points if (p["prefill"], p["knob"], p["value"]) == (prefill, knob, value)]
     curve = []
     for rate in sorted({point["rate"] for point in chosen}):
@@ -73,7 +76,8 @@ def medians(points: Sequence[Point], prefill: str, knob: str, value: float) -> l
 
 
 def sweep_page(facts: Mapping[str, Any], points: Sequence[Point]) -> str:
-    """The report: pictures, every setting at every rate beside the defaults, and the machine's drift."""
+    """The report: pictures, every setting at every rate beside the defaults, and the machine's
+    drift."""
     parts = ["<h1>Scheduler settings under open-loop load</h1>"]
     parts.append("<p>Same arrivals for every setting. Solid lines: fused prefill; dashed: separate.</p>")
     parts.append(image(draw_sweep(points), "Latency against throughput for each value of each knob"))
@@ -90,7 +94,8 @@ def sweep_page(facts: Mapping[str, Any], points: Sequence[Point]) -> str:
 
 
 def _drift(points: Sequence[Point]) -> str:
-    """The defaults were measured first and last: smaller differences than between these two mean nothing."""
+    """The defaults were measured first and last: smaller differences than between these two mean
+    nothing."""
     rows = []
     for prefill in _LINES:
         for rate in sorted({point["rate"] for point in points}):

@@ -1,4 +1,5 @@
-"""`python -m load_tests.chaos`: inject faults into real fleets and show what their clients noticed."""
+"""`python -m load_tests.chaos`: inject faults into real fleets and show what their clients
+noticed."""
 
 import asyncio
 import json as json_format
@@ -43,7 +44,8 @@ def faults_command(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Inject every fault at a known and at a random point; exits with 1 when an expectation was missed."""
+    """Inject every fault at a known and at a random point; exits with 1 when an expectation was
+    missed."""
     chosen = [fault for fault in FAULTS if only in fault.name]
     rows = _run(_faults(chosen, path, moment, seed))
     show(rows)
@@ -63,7 +65,8 @@ def kill_loop_command(
     json: Json = None,
 ) -> None:
     """Streams on 3 replicas, of which a random ready one is killed every few seconds."""
-    # Many wait for the last replica while the others start; none of them is to be refused for lack of room.
+    # Many wait for the last replica while the others start; none of them is to be refused for lack
+    # of room.
     shape = replace(Shape(), queue=max(Shape().queue, 2 * at_once))
     work = partial(kill_loop.kill_loop, requests=requests, at_once=at_once, every_s=every, seed=seed)
     _measure(path, model, shape, json, work, kill_loop.verdict)
@@ -88,7 +91,8 @@ def overload_command(
 def profile_share_command(
     seconds: float = 30.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
-    """The shares of the ingress's and the replicas' CPU time that failover costs, and metrics and step records."""
+    """The shares of the ingress's and the replicas' CPU time that failover costs, and metrics and
+    step records."""
     work = partial(profile_share.profile_share, seconds=seconds, seed=seed)
     _measure(path, model, Shape(), json, work, profile_share.verdict)
 
@@ -145,7 +149,8 @@ def _measure(
     measure: Callable[[Fleet], Awaitable[Figures]],
     verdict: Callable[[Figures], list[str]],
 ) -> None:
-    """Print the figures and the expectations that they miss; if there are any, the exit status is 1."""
+    """Print the figures and the expectations that they miss; if there are any, the exit status is
+    1."""
 
     async def run() -> Figures:
         async with _fleet(path, model, shape) as fleet:

@@ -1,6 +1,8 @@
-"""Faults caused by clients: too many tokens, too many requests, clients that disconnect, clients that hardly read.
+"""Faults caused by clients: too many tokens, too many requests, clients that disconnect, clients
+that hardly read.
 
-At the known point there is little other load; at a random point 32 streams are running, which must not be affected.
+At the known point there is little other load; at a random point 32 streams are running, which must
+not be affected.
 """
 
 import asyncio
@@ -45,17 +47,20 @@ async def overfill_queue(experiment: Experiment) -> None:
     """Ten times as many requests at once as the fleet has places, each from another user."""
     places = experiment.fleet.shape.places
     count = _OVERFILL * places
-    # Answers so long that their places are wanted again before they are free, also where requests arrive slowly.
+    # Answers so long that their places are wanted again before they are free, also where requests
+    # arrive slowly.
     asks = [ask(f"one of many {i}", text(experiment.rng, 30), 400) for i in range(60)]
     per_answer_s = await experiment.learn(asks) / len(asks)
     crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
-    # The first burst grows a process's heap for good; what counts is that the second one fits into it.
+    # The first burst grows a process's heap for good; what counts is that the second one fits into
+    # it.
     await asyncio.gather(*(send(experiment.session, experiment.fleet.url, a) for a in crowd))
     await experiment.fleet.wait_idle()
     await experiment.take_baseline()
     under_way = await _others(experiment)
     experiment.struck()
-    # Reading takes more of a client than asking: one that shares the machine with the fleet would be the slower one.
+    # Reading takes more of a client than asking: one that shares the machine with the fleet would
+    # be the slower one.
     may_read = asyncio.Event()
     answers = [experiment.start(a, may_read=may_read) for a in crowd]
     await wait_for(lambda: _has_overflowed(answers), "a refusal, or all answered", 60)
@@ -101,25 +106,29 @@ async def vanish(experiment: Experiment) -> None:
             elif index % 3 == 2:
                 await _leave(experiment, a, events=1 + index % 5)
             else:
-                # Before: as soon as the request is written. During: mostly while the prompt is queued or computed.
+                # Before: as soon as the request is written. During: mostly while the prompt is
+                # queued or computed.
                 await _leave(experiment, a, wait_s=0.0 if index % 3 == 0 else experiment.rng.uniform(0.01, 0.2))
 
     await asyncio.gather(*(client(i) for i in range(_VANISHING)))
     await wait_for(lambda: _count(experiment, "serve_app_requests_active") <= _staying(experiment), "all forgotten", 30)
-    # Ray's Python proxy passes on nothing of a client that leaves before its turn: on a busy machine, few are left.
+    # Ray's Python proxy passes on nothing of a client that leaves before its turn: on a busy
+    # machine, few are left.
     experiment.row.notes["reached"] = reached = _ended(experiment, "cancelled", "overloaded") - before
     if not reached:
         experiment.row.problems.append(f"none of {_VANISHING} was counted as cancelled or refused")
     refused = _ended(experiment, "overloaded") - refused_before
     experiment.row.notes["vanished"] = _VANISHING
-    # Whoever left holds a place until the server has noticed; on a busy machine they can be more than there are places.
+    # Whoever left holds a place until the server has noticed; on a busy machine they can be more
+    # than there are places.
     experiment.row.notes["refused"] = refused
     if refused > _VANISHING // 2:
         experiment.row.problems.append(f"{refused:.0f} of {_VANISHING} were refused: those who left kept their places")
 
 
 async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: int = 0) -> None:
-    """Write the whole request, wait for a time or for events of the stream (unless refused), and disconnect."""
+    """Write the whole request, wait for a time or for events of the stream (unless refused), and
+    disconnect."""
     host, port = experiment.fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(a.body).encode()
@@ -134,9 +143,11 @@ async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: in
 
 
 async def read_slowly(experiment: Experiment) -> None:
-    """As many clients as the engines have places read one byte per second: others are not affected, nothing is lost."""
+    """As many clients as the engines have places read one byte per second: others are not affected,
+    nothing is lost."""
     places = experiment.fleet.shape.replicas * (experiment.fleet.shape.slots + experiment.fleet.shape.waiting)
-    # Much JSON for few tokens: only what does not fit into the buffers on the way can block a server.
+    # Much JSON for few tokens: only what does not fit into the buffers on the way can block a
+    # server.
     slow = ask("slow", text(experiment.rng, 50), 600, temperature=1, seed=3, logprobs=5)
     beside = await experiment.mixed(experiment.rng, _BESIDE, 200)
     await experiment.learn([slow])

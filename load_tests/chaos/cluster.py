@@ -1,7 +1,8 @@
-"""Four Ray nodes on one machine, for as long as this process lives: `python -m load_tests.chaos.cluster`.
+"""Four Ray nodes on one machine, for as long as this process lives: `python -m
+load_tests.chaos.cluster`.
 
-The head runs Serve's controller, the proxy and the ingress; the other three run the engine replicas. Prints the
-cluster's address when it is up and ends on SIGTERM.
+The head runs Serve's controller, the proxy and the ingress; the other three run the engine
+replicas. Prints the cluster's address when it is up and ends on SIGTERM.
 """
 
 import signal

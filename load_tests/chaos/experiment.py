@@ -1,7 +1,7 @@
 """One experiment: running streams, one fault, and what must hold afterwards.
 
-Decides what is checked after every fault and what a row of the report holds; `faults` decides which fault strikes when.
-"""
+Decides what is checked after every fault and what a row of the report holds; `faults` decides which
+fault strikes when."""
 
 import asyncio
 import os
@@ -53,7 +53,8 @@ PROBE = ask("probe", "Is anybody there?", 8)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the fleet, and how requests, new ones included, may end then besides complete."""
+    """Something that happens to the fleet, and how requests, new ones included, may end then
+    besides complete."""
 
     name: str
     strike: Callable[["Experiment"], Any]
@@ -105,7 +106,8 @@ class References:
         self._answers: dict[str, Answer] = {}
 
     async def learn(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> None:
-        """Ask the requests that are not known yet, all at once, and wait for places where the line is full.
+        """Ask the requests that are not known yet, all at once, and wait for places where the line
+        is full.
 
         Raises `UndisturbedError` when one fails.
         """
@@ -124,7 +126,8 @@ class References:
             self._answers[key] = answer
 
     async def learn_mixed(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> list[Ask]:
-        """Learn requests of `traffic.mixed`; returns them with stop strings taken from their own answers."""
+        """Learn requests of `traffic.mixed`; returns them with stop strings taken from their own
+        answers."""
         await self.learn(session, url, asks)
         stopping = [with_stop(self._answers[a.key]) if a.name.startswith(STOPPED) else a for a in asks]
         await self.learn(session, url, stopping)
@@ -136,7 +139,8 @@ class References:
 
 
 class Experiment:
-    """Strikes a fleet once and fills in a row. `run` is called once; faults use the other methods."""
+    """Strikes a fleet once and fills in a row. `run` is called once; faults use the other
+    methods."""
 
     def __init__(self, fleet: Fleet, fault: Fault, moment: str, references: References, seed: int) -> None:
         self.fleet = fleet
@@ -146,7 +150,8 @@ class Experiment:
         self.row = Row(fault.name, fleet.path, moment)
         self.answers: list[Answer] = []
         self.wait_limit_s = fault.stall_limit_s
-        """For first events: longer where the strike has measured that requests must wait for each other."""
+        """For first events: longer where the strike has measured that requests must wait for each
+        other."""
         self.session: aiohttp.ClientSession = open_session()
         self._references = references
         self._later = References()
@@ -158,7 +163,8 @@ class Experiment:
         self._before: dict[int, Holding] = {}
 
     async def run(self) -> Row:
-        """Run the whole experiment. What the fleet does wrong is not raised but listed in the row's `problems`."""
+        """Run the whole experiment. What the fleet does wrong is not raised but listed in the row's
+        `problems`."""
         async with self.session:
             try:
                 await self.fleet.wait_whole()
@@ -192,18 +198,21 @@ class Experiment:
         return time.monotonic() - start
 
     async def mixed(self, rng: Random, count: int, max_tokens: int) -> list[Ask]:
-        """Requests with every feature that a continued stream could get wrong, with known answers."""
+        """Requests with every feature that a continued stream could get wrong, with known
+        answers."""
         asks = mixed(rng, count, max_tokens)
         return await self._references.learn_mixed(self.session, self.fleet.url, asks)
 
     async def learn_again(self, asks: Sequence[Ask]) -> None:
-        """The fleet is another one now: answers to these requests may also be like those that it gives."""
+        """The fleet is another one now: answers to these requests may also be like those that it
+        gives."""
         await self._later.learn(self.session, self.fleet.url, asks)
 
     def start(
         self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None, may_read: asyncio.Event | None = None
     ) -> Answer:
-        """Send a request; its answer is filled in as it arrives, its events not before `may_read` is set."""
+        """Send a request; its answer is filled in as it arrives, its events not before `may_read`
+        is set."""
 
         def note(answer: Answer) -> None:
             self._first_event.set()
@@ -228,9 +237,11 @@ class Experiment:
     async def victim(
         self, tokens: int = _VICTIM_TOKENS, prompt: int = 50, *, alone: bool = False
     ) -> tuple["Watched", int]:
-        """Start one stream and, unless it is to be `alone`, others around it; returns it and the pid of its replica.
+        """Start one stream and, unless it is to be `alone`, others around it; returns it and the
+        pid of its replica.
 
-        It has a cache salt of its own, so that its whole prompt is computed: the learnt one is in a prefix cache.
+        It has a cache salt of its own, so that its whole prompt is computed: the learnt one is in a
+        prefix cache.
         """
         rng = Random(6)
         target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
@@ -282,7 +293,8 @@ class Experiment:
     # What is checked.
 
     async def _probe(self) -> None:
-        """Ask until an answer arrives; each try has a time limit, since its connection may lead to a dead process."""
+        """Ask until an answer arrives; each try has a time limit, since its connection may lead to
+        a dead process."""
         assert self._struck_at is not None
         told: dict[str, int] = {}
         while (elapsed := time.monotonic() - self._struck_at) < _PROBE_LIMIT_S:
@@ -332,7 +344,8 @@ class Experiment:
                 row.problems.append(f"a stream was silent for {silence_s:.1f} s, longer than {limit_s:.1f} s")
 
     async def _aftermath(self) -> None:
-        """Check that nothing is left behind, every replica is back, and the next request is answered correctly."""
+        """Check that nothing is left behind, every replica is back, and the next request is
+        answered correctly."""
         await self.fleet.wait_whole()
         if self._struck_at is not None:
             self.row.whole_s = time.monotonic() - self._struck_at

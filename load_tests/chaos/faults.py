@@ -1,7 +1,9 @@
-"""The faults: what strikes when. Each is a coroutine that starts requests, strikes, and returns while they run on.
+"""The faults: what strikes when. Each is a coroutine that starts requests, strikes, and returns
+while they run on.
 
-At a known point: after a given event of one given stream, with a few others around it. At a random point: with 32
-streams running, at a moment drawn from the seed. `experiment` decides what must hold afterwards.
+At a known point: after a given event of one given stream, with a few others around it. At a random
+point: with 32 streams running, at a moment drawn from the seed. `experiment` decides what must hold
+afterwards.
 """
 
 import asyncio
@@ -57,7 +59,8 @@ async def _replica_in_decode(experiment: Experiment) -> int:
 
 
 async def _stick_step(experiment: Experiment) -> None:
-    """A replica's engine thread stops, the rest of the process runs on; requests arrive until Ray has replaced it."""
+    """A replica's engine thread stops, the rest of the process runs on; requests arrive until Ray
+    has replaced it."""
     asks = await experiment.mixed(Random(8), 16, 400)
     threads = {
         process.pid: await asyncio.to_thread(_engine_thread, process.pid) for process in experiment.fleet.replicas()
@@ -81,7 +84,8 @@ def _engine_thread(pid: int) -> int:
 
 
 async def _kill_in_prefill(experiment: Experiment) -> None:
-    """While the victim's prompt of 3,900 tokens is being computed; at the random point, 32 prompts of 1,500 tokens."""
+    """While the victim's prompt of 3,900 tokens is being computed; at the random point, 32 prompts
+    of 1,500 tokens."""
     if experiment.moment == "known":
         victim, pid = await experiment.victim(tokens=100, prompt=_LONG_PROMPT)
         experiment.send_signal(pid, signal.SIGKILL)
@@ -94,7 +98,8 @@ async def _kill_in_prefill(experiment: Experiment) -> None:
 
 
 async def _kill_twice(experiment: Experiment) -> None:
-    """The victim's replica and, once the stream has continued, the next one: it must end on the third.
+    """The victim's replica and, once the stream has continued, the next one: it must end on the
+    third.
 
     At the random point: any replica, and another one a moment later.
     """
@@ -114,7 +119,8 @@ async def _kill_twice(experiment: Experiment) -> None:
 
 
 async def _kill_until_refused(experiment: Experiment) -> None:
-    """Every replica that computes one long prompt, until its request is refused: the other streams continue."""
+    """Every replica that computes one long prompt, until its request is refused: the other streams
+    continue."""
     if experiment.moment == "known":
         for a in await experiment.mixed(Random(9), _NEWCOMERS, 400):
             experiment.start(a)
@@ -138,7 +144,8 @@ async def _kill_until_refused(experiment: Experiment) -> None:
 
 
 async def _leave_none(experiment: Experiment) -> None:
-    """All replicas at once, with clients that do not wait: streams end with one error event, new requests get a 503."""
+    """All replicas at once, with clients that do not wait: streams end with one error event, new
+    requests get a 503."""
     await _under_way(experiment)
     under_way = [answer for answer in experiment.answers if answer.outcome is Outcome.HUNG]
     _kill_replicas(experiment)
@@ -158,7 +165,8 @@ async def _leave_none(experiment: Experiment) -> None:
 
 
 async def _kill_all(experiment: Experiment) -> None:
-    """All replicas at once: streams may end with a typed error, and the fleet must recover by itself."""
+    """All replicas at once: streams may end with a typed error, and the fleet must recover by
+    itself."""
     await _under_way(experiment)
     _kill_replicas(experiment)
 
@@ -191,7 +199,8 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
 
 
 async def _terminate(experiment: Experiment) -> None:
-    """SIGTERM to the launcher: running streams complete, new requests are refused, every process ends."""
+    """SIGTERM to the launcher: running streams complete, new requests are refused, every process
+    ends."""
     await _under_way(experiment)
     fleet = experiment.fleet
     family = fleet.family()
@@ -211,7 +220,8 @@ async def _terminate(experiment: Experiment) -> None:
 
 
 async def _lose_node(experiment: Experiment) -> None:
-    """All processes of a node at once: killed at the known point; frozen, and so not reported, at the random one."""
+    """All processes of a node at once: killed at the known point; frozen, and so not reported, at
+    the random one."""
     if experiment.moment == "known":
         victim, replica = await experiment.victim()
         await victim.tokens(_AT_TOKEN)

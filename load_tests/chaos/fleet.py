@@ -1,4 +1,5 @@
-"""A real fleet on a local Ray cluster, seen from outside: its processes, its metrics, what each process holds.
+"""A real fleet on a local Ray cluster, seen from outside: its processes, its metrics, what each
+process holds.
 
 Decides how the fleet is started and how its processes are told apart; strikes none of them itself.
 """
@@ -52,7 +53,8 @@ Samples = dict[str, float]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the fleet is made of. A replica's KV pool holds about 5,200 tokens of the small model."""
+    """What the fleet is made of. A replica's KV pool holds about 5,200 tokens of the small
+    model."""
 
     replicas: int = 3
     slots: int = 8
@@ -132,7 +134,8 @@ class Fleet:
         return self.processes(r"^ray::ServeController")
 
     def proxy(self) -> list[psutil.Process]:
-        """Whatever accepts HTTP: HAProxy itself on the fast path, Ray's Python proxy on the default path."""
+        """Whatever accepts HTTP: HAProxy itself on the fast path, Ray's Python proxy on the default
+        path."""
         haproxy = self.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         return self.processes(r"haproxy.* -f " if haproxy else r"^ray::ProxyActor")
 
@@ -146,7 +149,8 @@ class Fleet:
         return [launcher, *launcher.children(recursive=True)]
 
     def wait_gone(self, family: Sequence[psutil.Process], limit_s: float = 90.0) -> tuple[int | None, list[int]]:
-        """The launcher's exit status (None while it runs) and the pids of `family` that are still alive."""
+        """The launcher's exit status (None while it runs) and the pids of `family` that are still
+        alive."""
         gone, left = psutil.wait_procs(family, timeout=limit_s)
         status = next((process.returncode for process in gone if process.pid == self.pid), None)
         return status, [process.pid for process in left]
@@ -170,12 +174,14 @@ class Fleet:
             return []
 
     def metrics(self, **labels: str) -> Samples | None:
-        """The application's metrics, each summed over samples with these labels; None while nothing answers."""
+        """The application's metrics, each summed over samples with these labels; None while nothing
+        answers."""
         page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
         return None if page is None else _samples(page, labels)
 
     def computes_beyond(self, position: int) -> int | None:
-        """The pid of a replica whose latest steps computed a token beyond this position of a sequence, if any did."""
+        """The pid of a replica whose latest steps computed a token beyond this position of a
+        sequence, if any did."""
         page = _get(f"{self.url}/debug/timeline?seconds=0.5", _SCRAPE_TIMEOUT_S)
         recordings = [] if page is None else json.loads(page)["replicas"]
         pids = {replica["id"]: replica["pid"] for replica in self.listed()}
@@ -186,7 +192,8 @@ class Fleet:
         return None
 
     def busy(self) -> Samples:
-        """The gauges that must be zero without requests and are not; `{"metrics": nan}` while there are no metrics."""
+        """The gauges that must be zero without requests and are not; `{"metrics": nan}` while there
+        are no metrics."""
         samples = self.metrics()
         if samples is None:
             return {"metrics": float("nan")}
@@ -232,7 +239,8 @@ class NotInTimeError(Exception):
 
 
 async def wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> float:
-    """Evaluate `condition` in a thread until it holds; the seconds it took. Raises `NotInTimeError`."""
+    """Evaluate `condition` in a thread until it holds; the seconds it took. Raises
+    `NotInTimeError`."""
     start = time.monotonic()
     while not await asyncio.to_thread(condition):
         if time.monotonic() - start > limit_s:
@@ -249,7 +257,8 @@ def path_environment(path: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
-    """`serve-app serve` with `shape` on Ray's `path` ("fast" or "default"); its log and config go to `folder`."""
+    """`serve-app serve` with `shape` on Ray's `path` ("fast" or "default"); its log and config go
+    to `folder`."""
     config_path = write_config(folder / f"{path}.yaml", shape.args(model))
     port = yaml.safe_load(config_path.read_text())["http_options"]["port"]
     command = ServerCommand(
@@ -267,9 +276,11 @@ async def serving(path: str, model: str, folder: Path, shape: Shape) -> AsyncIte
 
 @asynccontextmanager
 async def serving_on_nodes(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
-    """The same application on a cluster of four nodes (see `cluster`), submitted to it with `serve run`.
+    """The same application on a cluster of four nodes (see `cluster`), submitted to it with `serve
+    run`.
 
-    HTTP goes through Ray's Python proxy on both paths: HAProxy's ports would be open on every interface here.
+    HTTP goes through Ray's Python proxy on both paths: HAProxy's ports would be open on every
+    interface here.
     """
     environment = path_environment(path) | dict(LAUNCHER_ENVIRONMENT) | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     config_path = write_config(folder / f"nodes-{path}.yaml", shape.args(model), _ON_NODES)
@@ -297,7 +308,8 @@ async def serving_on_nodes(path: str, model: str, folder: Path, shape: Shape) ->
 
 
 async def submit(config: Path, address: str, environment: Mapping[str, str]) -> None:
-    """`serve run` a config on the Ray cluster at `address`. Raises `RuntimeError` when Serve does not take it."""
+    """`serve run` a config on the Ray cluster at `address`. Raises `RuntimeError` when Serve does
+    not take it."""
     process = await asyncio.create_subprocess_exec(
         *(str(Path(sys.executable).with_name("serve")), "run", "--non-blocking", "--address", address, str(config)),
         env={**os.environ, **environment},

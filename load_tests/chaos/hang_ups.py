@@ -1,7 +1,8 @@
-"""10,000 requests whose clients hang up at once: what health checks and a client of another line notice.
+"""10,000 requests whose clients hang up at once: what health checks and a client of another line
+notice.
 
-The crowd is a process of its own (`python -m load_tests.chaos.hang_ups PORT COUNT`), so that it does not slow down the
-clients that are measured.
+The crowd is a process of its own (`python -m load_tests.chaos.hang_ups PORT COUNT`), so that it
+does not slow down the clients that are measured.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ _REQUEST = (
 
 
 async def hang_up(experiment: Experiment) -> None:
-    """Health is answered within half a second, and a client with a line of its own has its first token within two."""
+    """Health is answered within half a second, and a client with a line of its own has its first
+    token within two."""
     port = experiment.fleet.url.rpartition(":")[2]
     command = (sys.executable, "-m", "load_tests.chaos.hang_ups", port, str(_REQUESTS))
     crowd = await asyncio.create_subprocess_exec(*command)
@@ -55,7 +57,8 @@ async def hang_up(experiment: Experiment) -> None:
 
 
 async def _probe(session: aiohttp.ClientSession, url: str, ended: "asyncio.Task[int]") -> list[tuple[int, float]]:
-    """(status, seconds) of at least 100 probes, each at its time however long others take, until the crowd is over."""
+    """(status, seconds) of at least 100 probes, each at its time however long others take, until
+    the crowd is over."""
     probes: list[asyncio.Task[tuple[int, float]]] = []
 
     async def probe() -> tuple[int, float]:
@@ -95,7 +98,8 @@ async def _crowd(port: int, count: int) -> None:
             left -= 1
             with socket.socket() as connection:
                 connection.setblocking(False)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                # a reset
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 try:
                     await loop.sock_connect(connection, ("127.0.0.1", port))
                     await loop.sock_sendall(connection, _REQUEST)

@@ -1,4 +1,5 @@
-"""A thousand streams while a random ready replica is killed every few seconds, and how many clients notice."""
+"""A thousand streams while a random ready replica is killed every few seconds, and how many clients
+notice."""
 
 import asyncio
 import os
@@ -48,7 +49,8 @@ class _Killer:
 
 
 async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, seed: int) -> dict[str, Any]:
-    """Send `requests` streams, `at_once` at a time, and compare each with the undisturbed answer."""
+    """Send `requests` streams, `at_once` at a time, and compare each with the undisturbed
+    answer."""
     rng = Random(seed)
     references = References()
     async with open_session() as session:
@@ -91,7 +93,8 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 def _figures(answers: list[Answer], references: References, fleet: Fleet) -> dict[str, Any]:
     differences = [(a, compare(a, r)) for a in answers if (r := references.of(a.ask)) is not None]
     complete = [answer for answer in answers if answer.outcome is Outcome.COMPLETE]
-    # Reported apart, since it contains the wait in the queue: many wait for the one replica that is left.
+    # Reported apart, since it contains the wait in the queue: many wait for the one replica that is
+    # left.
     first = [answer.first_event_at - answer.started_at for answer in complete if answer.first_event_at is not None]
     silences = [answer.longest_gap_s for answer in complete]
     failed = [answer for answer in answers if answer.outcome is not Outcome.COMPLETE]

@@ -1,9 +1,11 @@
-"""Clients that make the ingress hold as much as they can: what it grows to, and what others notice of them.
+"""Clients that make the ingress hold as much as they can: what it grows to, and what others notice
+of them.
 
-Readers that never read ask for answers of 64 choices with 20 log-probabilities per token, and others send bodies of
-4 MiB in a loop. Beside them run ordinary streams, which ran alone before: their longest gaps are compared. The hostile
-clients are a process of their own, of low priority: elsewhere they would not take the machine from the server, nor the
-event loop from the ordinary clients.
+Readers that never read ask for answers of 64 choices with 20 log-probabilities per token, and
+others send bodies of
+4 MiB in a loop. Beside them run ordinary streams, which ran alone before: their longest gaps are
+compared. The hostile clients are a process of their own, of low priority: elsewhere they would not
+take the machine from the server, nor the event loop from the ordinary clients.
 """
 
 import asyncio
@@ -38,7 +40,8 @@ _GROWTH_LIMIT_MIB, _GAP_LIMIT_S = 256, 0.1
 
 
 async def memory(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Ordinary streams alone for a quarter of `seconds`, then `seconds` beside the hostile clients."""
+    """Ordinary streams alone for a quarter of `seconds`, then `seconds` beside the hostile
+    clients."""
     rng = Random(seed)
     ingress = fleet.ingress()[0]
     async with open_session() as session:

@@ -1,8 +1,9 @@
-"""Ten times the fleet's capacity, for minutes: what admitted clients get, what refused ones are told, what it costs.
+"""Ten times the fleet's capacity, for minutes: what admitted clients get, what refused ones are
+told, what it costs.
 
-Capacity is measured first, with as many requests in flight as the fleet has places. Then requests arrive at ten times
-that rate, each at its own time however slow the answers are (open loop). Whoever is refused comes back once, after its
-`Retry-After`.
+Capacity is measured first, with as many requests in flight as the fleet has places. Then requests
+arrive at ten times that rate, each at its own time however slow the answers are (open loop).
+Whoever is refused comes back once, after its `Retry-After`.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ class _Crowd:
     first: list[Answer] = field(default_factory=list)
     """The first try of each client."""
     returned: list[Answer] = field(default_factory=list)
-    """The second try of those who were refused and told when to come back, as far as that time has come."""
+    """The second try of those who were refused and told when to come back, as far as that time has
+    come."""
     told_s: list[float] = field(default_factory=list)
     """What each refusal's `Retry-After` said."""
     num_due: int = 0
@@ -45,7 +47,8 @@ class _Crowd:
 
 
 class _Memory:
-    """Resident memory of every process of ours and of Serve's, sampled until the end of the `with` block."""
+    """Resident memory of every process of ours and of Serve's, sampled until the end of the `with`
+    block."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -67,7 +70,8 @@ class _Memory:
             await asyncio.sleep(_SAMPLE_S)
 
     def figures(self) -> dict[str, Any]:
-        """MiB after the first minute, the maximum since then and the end; growth relative to the first."""
+        """MiB after the first minute, the maximum since then and the end; growth relative to the
+        first."""
         settled = [mib for at, mib in self._samples if at >= _SETTLED_AFTER_S]
         if not settled:
             return {"memory_mib": None, "memory_growth": None}
@@ -83,7 +87,8 @@ async def overload(fleet: Fleet, seconds: float, capacity_s: float, seed: int) -
     async with open_session() as session:
         await _closed_loop(session, fleet, _WARM_UP_S, rng)
         peak_tok_s = await _closed_loop(session, fleet, capacity_s, rng)
-        # Requests per second are derived from tokens: requests cut off by the end of the measurement count in part.
+        # Requests per second are derived from tokens: requests cut off by the end of the
+        # measurement count in part.
         rate = _FACTOR * peak_tok_s / _OUTPUT
         async with _Memory(fleet) as memory:
             crowd, tok_s, offered = await _open_loop(session, fleet, rate, seconds, rng)
@@ -102,7 +107,8 @@ async def overload(fleet: Fleet, seconds: float, capacity_s: float, seed: int) -
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The expectations that the figures miss, in words; figures that were not measured are left out."""
+    """The expectations that the figures miss, in words; figures that were not measured are left
+    out."""
     faults = []
     if figures["tok_s_of_peak"] < _WANTED_OF_PEAK:
         faults.append(f"the admitted got {figures['tok_s_of_peak']:.1%} of the peak, not {_WANTED_OF_PEAK:.0%}")
@@ -139,7 +145,8 @@ async def _closed_loop(session: aiohttp.ClientSession, fleet: Fleet, seconds: fl
 async def _open_loop(
     session: aiohttp.ClientSession, fleet: Fleet, rate: float, seconds: float, rng: Random
 ) -> tuple[_Crowd, float, float]:
-    """Poisson arrivals of `rate` clients a second; returns the clients, output tokens and clients per second."""
+    """Poisson arrivals of `rate` clients a second; returns the clients, output tokens and clients
+    per second."""
     crowd = _Crowd()
     clients: list[asyncio.Task[None]] = []
 

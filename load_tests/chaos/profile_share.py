@@ -1,10 +1,12 @@
-"""The share of the servers' CPU time that failover and observability cost, by sampling their stacks under load.
+"""The share of the servers' CPU time that failover and observability cost, by sampling their stacks
+under load.
 
-A sample counts towards a part when our innermost frame belongs to that part and no frame of Ray's lies below it: then
-the interpreter is in the part's own bookkeeping, or in the standard library or the Prometheus client on its behalf. All
-of a part's modules count, even what a server without the part would need elsewhere. Reading a link's frames counts too,
-since they carry heartbeats along with tokens; writing them does not, since under load they are sent for the tokens.
-Each thread's samples are weighted by its CPU time. Nothing fails meanwhile, and metrics are scraped as often as
+A sample counts towards a part when our innermost frame belongs to that part and no frame of Ray's
+lies below it: then the interpreter is in the part's own bookkeeping, or in the standard library or
+the Prometheus client on its behalf. All of a part's modules count, even what a server without the
+part would need elsewhere. Reading a link's frames counts too, since they carry heartbeats along
+with tokens; writing them does not, since under load they are sent for the tokens. Each thread's
+samples are weighted by its CPU time. Nothing fails meanwhile, and metrics are scraped as often as
 deploy/prometheus.yml says.
 """
 
@@ -64,7 +66,8 @@ _METRICS_PORT = "socketserver.py"
 
 
 async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Keep every slot taken, sample ingress and replicas for `seconds`, and weight samples by CPU time."""
+    """Keep every slot taken, sample ingress and replicas for `seconds`, and weight samples by CPU
+    time."""
     rng = Random(seed)
 
     async def client() -> None:
@@ -117,7 +120,8 @@ async def _scrape(session: aiohttp.ClientSession, url: str) -> None:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One process: its CPU time, the number of stacks sampled, and the parts' shares of that time by function."""
+    """One process: its CPU time, the number of stacks sampled, and the parts' shares of that time
+    by function."""
 
     cpu_s: float
     count: int
@@ -135,7 +139,8 @@ def _weighed(part: str, results: list[_Sampled], total_cpu_s: float) -> dict[str
 
 
 async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sampled:
-    """Have py-spy sample the process `_HERTZ` times a second. Raises `RuntimeError` when it cannot."""
+    """Have py-spy sample the process `_HERTZ` times a second. Raises `RuntimeError` when it
+    cannot."""
     output = folder / f"{process.pid}.stacks"
     before = _thread_seconds(process)
     spy = await asyncio.create_subprocess_exec(
@@ -150,14 +155,16 @@ async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sam
         raise RuntimeError(f"py-spy: {told.decode()[-500:]}")
     used = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in _thread_seconds(process).items()}
     stacks = {stack: int(count) for stack, _, count in (line.rpartition(" ") for line in output.open())}
-    # py-spy takes some sleeping threads for busy ones, so a thread's samples are weighted by its own CPU time.
+    # py-spy takes some sleeping threads for busy ones, so a thread's samples are weighted by its
+    # own CPU time.
     samples: Counter[int] = Counter()
     for stack, count in stacks.items():
         samples[_thread(stack)] += count
     total, shares = sum(used.values()), Counter[tuple[str, str]]()
     for stack, count in stacks.items():
         if (owner := owner_of(stack)) is not None and total:
-            # Ray's threads are rarely in Python: no sample stands for more than the time to the next.
+            # Ray's threads are rarely in Python: no sample stands for more than the time to the
+            # next.
             worth_s = min(used.get(_thread(stack), 0.0) / samples[_thread(stack)], 1 / _HERTZ)
             shares[owner] += count * worth_s / total  # type: ignore[assignment]
     return _Sampled(total, sum(samples.values()), dict(shares))
@@ -174,13 +181,15 @@ def _thread(stack: str) -> int:
 
 
 def owner_of(stack: str) -> tuple[str, str] | None:
-    """(part, `module.function`) that this stack (outermost frame first, as py-spy writes it) belongs to, if any."""
+    """(part, `module.function`) that this stack (outermost frame first, as py-spy writes it)
+    belongs to, if any."""
     frames = _FRAME.findall(stack)
     for function, file in reversed(frames):
         if "ray/" in file:
             return None
         if "serve_app/" in file:
-            name = f"{Path(file).stem}.{function.rpartition('.')[2]}"  # Python 3.11 puts the class before it
+            # Python 3.11 puts the class before it
+            name = f"{Path(file).stem}.{function.rpartition('.')[2]}"
             return next(((part, name) for part in PARTS if PARTS[part].has(name)), None)
     if any(file.endswith(_METRICS_PORT) for _, file in frames):
         return "observation", "the metrics port"

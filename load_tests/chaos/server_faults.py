@@ -1,4 +1,5 @@
-"""Faults of the processes around the replicas: Ray's GCS, the proxy, the controller in the middle of an update."""
+"""Faults of the processes around the replicas: Ray's GCS, the proxy, the controller in the middle
+of an update."""
 
 import asyncio
 import os
@@ -53,7 +54,8 @@ async def kill_gcs(experiment: Experiment) -> None:
 
 
 async def kill_controller_in_update(experiment: Experiment) -> None:
-    """New requests are served, or get a 503 with Retry-After; never a 404, which clients do not send again."""
+    """New requests are served, or get a 503 with Retry-After; never a 404, which clients do not
+    send again."""
     fleet = experiment.fleet
     asks = await experiment.mixed(Random(6), 8, _STREAM_TOKENS)
     before = fleet.config.read_text()

@@ -1,7 +1,9 @@
-"""An hour of ordinary life: chats, clients that leave or read slowly, a kill every two minutes, an update every ten.
+"""An hour of ordinary life: chats, clients that leave or read slowly, a kill every two minutes, an
+update every ten.
 
-Requests arrive at 80 % of the measured capacity, each at its own time (open loop), and every whole answer is compared
-with the undisturbed one. What each process holds is sampled throughout; `soak_report` says whether it grows.
+Requests arrive at 80 % of the measured capacity, each at its own time (open loop), and every whole
+answer is compared with the undisturbed one. What each process holds is sampled throughout;
+`soak_report` says whether it grows.
 """
 
 import asyncio
@@ -175,7 +177,8 @@ async def _kill(life: _Life) -> None:
 
 
 async def _update(life: _Life) -> None:
-    """In turns: what running engines take over, and what replaces every process; then both back again."""
+    """In turns: what running engines take over, and what replaces every process; then both back
+    again."""
     original = life.fleet.config.read_text()
     changes: tuple[Change, ...] = (_set_knob, set_arg("engine.max_wait_s", 1.5))
     applied: list[Change] = []

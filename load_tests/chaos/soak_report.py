@@ -31,8 +31,8 @@ class Sample:
 def growth(samples: Sequence[Sample], held: Callable[[Sample], float]) -> float | None:
     """How much more is held later, as a factor, or None where the run is too short to tell.
 
-    One process: its last third over its first. Processes that replaced each other: the later half of them over the
-    earlier half, at equal age.
+    One process: its last third over its first. Processes that replaced each other: the later half
+    of them over the earlier half, at equal age.
     """
     born = {sample.pid: sample.at_s - sample.age_s for sample in reversed(samples)}
     pids = sorted(born, key=lambda pid: born[pid])
@@ -70,7 +70,8 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Write a PNG: what every process held over time, with kills (thin lines) and updates (thick ones)."""
+    """Write a PNG: what every process held over time, with kills (thin lines) and updates (thick
+    ones)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from serve_app.workloads.plots import COLOURS, GREY, new_figure
@@ -95,7 +96,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 
 def _by_age(samples: Sequence[Sample], pids: Sequence[int], held: Callable[[Sample], float]) -> dict[int, float]:
-    """The median of what these processes held, by the minute of their age; the first minute is that of loading."""
+    """The median of what these processes held, by the minute of their age; the first minute is that
+    of loading."""
     ages: dict[int, list[float]] = {}
     for sample in samples:
         if sample.pid in pids and sample.age_s >= _AGE_STEP_S:

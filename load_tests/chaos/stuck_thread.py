@@ -1,9 +1,10 @@
-"""Stops one thread of another process, like a kernel that never returns; the rest of the process runs on.
+"""Stops one thread of another process, like a kernel that never returns; the rest of the process
+runs on.
 
     python -m load_tests.chaos.stuck_thread THREAD_ID
 
-Uses ptrace (Linux; as root or with the right to trace), since SIGSTOP stops all threads. Prints "stopped" and stays
-until the thread is gone, because a thread whose tracer ends runs on.
+Uses ptrace (Linux; as root or with the right to trace), since SIGSTOP stops all threads. Prints
+"stopped" and stays until the thread is gone, because a thread whose tracer ends runs on.
 """
 
 import ctypes

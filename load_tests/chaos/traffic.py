@@ -1,4 +1,5 @@
-"""The requests of the chaos suite, a client that records everything, and the comparison with undisturbed answers.
+"""The requests of the chaos suite, a client that records everything, and the comparison with
+undisturbed answers.
 
 Decides what counts as complete, as a typed error and as cut; knows nothing of processes and faults.
 """
@@ -30,13 +31,16 @@ class Outcome(Enum):
     COMPLETE = "complete"
     """200, every choice with its finish reason, `[DONE]` last."""
     ERROR = "typed error"
-    """A JSON error in OpenAI's shape: the whole answer, or the last event of a stream without `[DONE]`."""
+    """A JSON error in OpenAI's shape: the whole answer, or the last event of a stream without
+    `[DONE]`."""
     CUT = "cut"
-    """The connection failed or ended without `[DONE]` or an error, or a proxy reported that nothing is behind it."""
+    """The connection failed or ended without `[DONE]` or an error, or a proxy reported that nothing
+    is behind it."""
     HUNG = "hung"
     """Not ended when the experiment gave up waiting."""
     WRONG = "wrong"
-    """Anything else: `[DONE]` after an error, events after `[DONE]`, errors not in OpenAI's shape."""
+    """Anything else: `[DONE]` after an error, events after `[DONE]`, errors not in OpenAI's
+    shape."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer beside the undisturbed one: missing and surplus characters (= tokens), and whether both are equal."""
+    """An answer beside the undisturbed one: missing and surplus characters (= tokens), and whether
+    both are equal."""
 
     lost: int
     doubled: int
@@ -99,7 +104,8 @@ class Difference:
 
 
 def compare(answer: Answer, undisturbed: Answer) -> Difference:
-    """Complete answers must be equal; what a client got of a failed answer must be a prefix of it."""
+    """Complete answers must be equal; what a client got of a failed answer must be a prefix of
+    it."""
     whole = answer.outcome is Outcome.COMPLETE
     lost = doubled = 0
     for index, expected in undisturbed.texts.items():
@@ -143,7 +149,8 @@ def text(rng: Random, length: int) -> str:
 
 
 def ask(name: str, prompt: str | list[int], max_tokens: int, **fields: Any) -> Ask:
-    """A streamed completion of exactly `max_tokens` tokens per choice, unless a stop string ends it."""
+    """A streamed completion of exactly `max_tokens` tokens per choice, unless a stop string ends
+    it."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -178,7 +185,8 @@ def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
 
 
 def with_stop(whole: Answer) -> Ask:
-    """The request of `whole` again, with a stop string that ends it at about two thirds of its text."""
+    """The request of `whole` again, with a stop string that ends it at about two thirds of its
+    text."""
     said = whole.texts[0]
     for at in range(2 * len(said) // 3, len(said) - 3):
         stop = said[at : at + 3]
@@ -219,7 +227,8 @@ async def send_into(
     slow_bytes: int = 0,
     may_read: asyncio.Event | None = None,
 ) -> None:
-    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one per second.
+    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one
+    per second.
 
     Events are left unread until `may_read` is set.
     """
@@ -292,7 +301,8 @@ async def _read_events(
 
 
 async def _lines(response: aiohttp.ClientResponse, head: bytes) -> AsyncIterator[bytes]:
-    """The body's lines, `head` being read already; lines may be longer than the session's buffer."""
+    """The body's lines, `head` being read already; lines may be longer than the session's
+    buffer."""
     rest = head
     async for data in response.content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
@@ -346,7 +356,8 @@ def _seconds(header: str | None) -> float | None:
 
 
 async def settle(tasks: list[asyncio.Task[None]], limit_s: float) -> None:
-    """Wait for all; those that have not ended after `limit_s` seconds are cancelled and so stay hung."""
+    """Wait for all; those that have not ended after `limit_s` seconds are cancelled and so stay
+    hung."""
     if not tasks:
         return
     _, pending = await asyncio.wait(tasks, timeout=limit_s)

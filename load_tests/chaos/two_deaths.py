@@ -1,9 +1,10 @@
-"""What two unrelated deaths of replicas cost everybody: ours from the links to failover, in front of stub engines.
+"""What two unrelated deaths of replicas cost everybody: ours from the links to failover, in front
+of stub engines.
 
     python -m load_tests.chaos.two_deaths --json FILE
 
-8 replicas of 32 slots, 200 streams of 20 to 79 tokens, all in this process. Two replicas die 2.5 s apart and are
-replaced 15 s later; what is left has 192 slots.
+8 replicas of 32 slots, 200 streams of 20 to 79 tokens, all in this process. Two replicas die 2.5 s
+apart and are replaced 15 s later; what is left has 192 slots.
 Reports how many sequences run throughout, how long streams were silent, and who was interrupted.
 """
 
@@ -41,7 +42,8 @@ _INFO = {"block_size": 16, "num_blocks": 4096}
 
 
 class StubEngine:
-    """One token per step for whoever has one of `SLOTS` slots; others wait in the order of their arrival."""
+    """One token per step for whoever has one of `SLOTS` slots; others wait in the order of their
+    arrival."""
 
     def __init__(self, step_s: float) -> None:
         self.running = 0
@@ -97,7 +99,8 @@ class Stream:
 
 
 class StubFleet:
-    """Stub engines behind real links, and everything of ours up to failover. For the event loop it is made on."""
+    """Stub engines behind real links, and everything of ours up to failover. For the event loop it
+    is made on."""
 
     def __init__(self, step_s: float) -> None:
         self.engines: dict[str, StubEngine] = {}

@@ -1,7 +1,9 @@
-"""Updates while long streams run and requests queue: any key of the config file, changed and changed back.
+"""Updates while long streams run and requests queue: any key of the config file, changed and
+changed back.
 
-What must hold: every request is answered, each answer is whole from one revision, and what cannot be loaded leaves the
-old revision serving. On the way back the new fleet is the old one, so both directions are seen.
+What must hold: every request is answered, each answer is whole from one revision, and what cannot
+be loaded leaves the old revision serving. On the way back the new fleet is the old one, so both
+directions are seen.
 """
 
 import asyncio
@@ -31,7 +33,8 @@ Strike = Callable[[Experiment], Awaitable[None]]
 
 
 def update(change: Change, *, restarts: bool = True, replicas: int | None = None, kill: bool = False) -> Strike:
-    """Change the application and change it back. restarts: every process is replaced; replicas: then so many; kill:
+    """Change the application and change it back. restarts: every process is replaced; replicas:
+    then so many; kill:
     a replica dies while the update is on its way."""
 
     async def strike(experiment: Experiment) -> None:
@@ -104,7 +107,8 @@ def set_damaged_model(application: Application) -> None:
 
 
 def end_of_update(log: Path, told: int) -> str | None:
-    """What the launcher has said of the end of an update, beyond the first `told` lines of its log, if it has."""
+    """What the launcher has said of the end of an update, beyond the first `told` lines of its log,
+    if it has."""
     for line in log.read_text().splitlines()[told:]:
         text = line.partition("] ")[2]
         if text.startswith(_ENDS) or text.endswith(_ENDS):

@@ -1,7 +1,9 @@
 """What a GPU does with the engine alone, or with the whole server through Ray.
 
-    python -m load_tests.gpu engine --json engine.json             # needs torch, triton, transformers, numpy
-    python -m load_tests.gpu serve --json serve.json --minutes 4   # needs what `serve-app serve` needs
+    python -m load_tests.gpu engine --json engine.json             # needs torch, triton,
+    transformers, numpy
+    python -m load_tests.gpu serve --json serve.json --minutes 4   # needs what `serve-app serve`
+    needs
     python -m load_tests.gpu serve --json serve.json --resume      # goes on where the report stops
 
 Each stage is a process of its own with its own verdict. The report is written as checks end, and as

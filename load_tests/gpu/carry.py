@@ -3,7 +3,8 @@
     python -m load_tests.gpu.carry build/gpu-carry            # Ray, small wheels, the default model
     python -m load_tests.gpu.carry build/gpu-carry --vllm     # vLLM in more parts
 
-The machine is taken to have Python 3.12, torch 2.11 with CUDA, Triton, transformers and the packages
+The machine is taken to have Python 3.12, torch 2.11 with CUDA, Triton, transformers and the
+packages
 in gpu/packages.txt. Ray goes without its Java, dashboard and training parts, which serving does not
 import. Prints, for each part, the command that installs it and runs the stages it is for.
 """
@@ -31,7 +32,8 @@ _NEEDED = (
     *("gguf", "jsonschema", "uvicorn", "starlette", "opentelemetry-api", "referencing", "grpcio-reflection"),
     *("jsonschema-specifications", "typing-inspection", "annotated-types"),
 )
-"""Found by importing every module of the project in an environment of the machine's packages alone."""
+"""Found by importing every module of the project in an environment of the machine's packages
+alone."""
 _RAY_WITHOUT = tuple(f"ray/{name}/" for name in ("jars", "dashboard/client", "rllib", "train", "tune", "data", "llm"))
 _VLLM = "vllm==0.26.0"
 _VLLM_WITHOUT = re.compile(r"/_vllm_fa2_C\.|/vllm-rs$")
@@ -39,10 +41,12 @@ _VLLM_WITHOUT = re.compile(r"/_vllm_fa2_C\.|/vllm-rs$")
 _VLLM_LARGE = re.compile(
     r"(nvidia|cuda|flashinfer|tilelang|tokenspeed|torch|pynvvideocodec|quack|humming|z3-solver|llvmlite|numba|sentry)"
 )
-"""Needs of vLLM that are larger than a part, or that the machine has in another version; vLLM loads them on demand."""
+"""Needs of vLLM that are larger than a part, or that the machine has in another version; vLLM loads
+them on demand."""
 SITE = "/tmp/serve-app-site"
 VLLM_SITE = "/tmp/vllm-site"
-"""vLLM has a folder of its own, since it needs other versions of packages that the server needs too."""
+"""vLLM has a folder of its own, since it needs other versions of packages that the server needs
+too."""
 _REPORT = "build/gpu/serve.json"
 _MINUTES = 3.4
 """With the 20 s in which the last stage's server ends, less than four."""
@@ -106,7 +110,8 @@ def pack_server(folder: Path) -> list[tuple[Path, str]]:
 
 
 def pack_vllm(folder: Path) -> list[tuple[Path, str]]:
-    """vLLM without what the card does not need, and the small packages that it needs and the machine lacks."""
+    """vLLM without what the card does not need, and the small packages that it needs and the
+    machine lacks."""
     known = {_canonical(name) for name in _PACKAGES.read_text().split()} | {"vllm"}
     names = {need: _canonical(need.partition("==")[0]) for need in resolve(_VLLM)}
     wanted = [need for need, name in names.items() if name not in known and not _VLLM_LARGE.match(name)]
@@ -149,7 +154,8 @@ def download(requirements: Sequence[str], folder: Path) -> list[Path]:
 
 
 def resolve(requirement: str) -> list[str]:
-    """`name==version` of everything that it needs on the machine, itself included. Downloads metadata only."""
+    """`name==version` of everything that it needs on the machine, itself included. Downloads
+    metadata only."""
     report = _pip("install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", *_for_the_machine(),
                   "--target", "unused", requirement)  # fmt: skip
     found = [entry["metadata"] for entry in json.loads(report)["install"]]

@@ -13,7 +13,8 @@ Result = dict[str, Any]
 
 
 class Checks:
-    """Runs checks. A check that fails or raises does not stop the others, unless the device is lost."""
+    """Runs checks. A check that fails or raises does not stop the others, unless the device is
+    lost."""
 
     def __init__(self) -> None:
         self.all_passed = True

@@ -1,4 +1,5 @@
-"""The engine without a server on the prompts that the server gets: `python -m load_tests.gpu.engine_alone SPEC`.
+"""The engine without a server on the prompts that the server gets: `python -m
+load_tests.gpu.engine_alone SPEC`.
 
 A process of its own, so that the card is empty again when the server starts. SPEC is JSON: model
 (a folder), device, dtype, prompts (token ids), output (tokens), users (several numbers). Prints one

@@ -1,4 +1,5 @@
-"""The engine's stages, without a server: `python -m load_tests.gpu.engine_stages STAGE [SHAPE] --device cuda`.
+"""The engine's stages, without a server: `python -m load_tests.gpu.engine_stages STAGE [SHAPE]
+--device cuda`.
 
 Needs torch, triton, transformers and numpy; no Ray, no weights (models have random ones, of the
 shapes in `shapes/`). Every limit (copy bandwidth, rate of large products) is measured in the same
@@ -124,7 +125,8 @@ def features(bench: Bench, shape: str) -> None:
 
 
 def parity(bench: Bench, shape: str) -> None:
-    """The engine's tokens in float32, and its logits in the machine's dtype, against transformers'."""
+    """The engine's tokens in float32, and its logits in the machine's dtype, against
+    transformers'."""
     from load_tests.gpu import steps
 
     config = config_of(shape)
@@ -137,8 +139,8 @@ def parity(bench: Bench, shape: str) -> None:
 
 
 def graphs(bench: Bench, shape: str) -> None:
-    """Tokens of captured and overlapped steps against eager ones, one after another; where rows have bits of their own,
-    so that padding may not change them."""
+    """Tokens of captured and overlapped steps against eager ones, one after another; where rows
+    have bits of their own, so that padding may not change them."""
     from load_tests.gpu.throughput import same_tokens
 
     config, requests, longest = config_of(shape), *((24, 90) if bench.gpu else (2, 9))
@@ -186,7 +188,8 @@ def attention(bench: Bench) -> None:
 
 
 def transformers(bench: Bench, shape: str) -> None:
-    """A saturated engine against transformers' continuous batching, with its CUDA graphs and as it chooses itself."""
+    """A saturated engine against transformers' continuous batching, with its CUDA graphs and as it
+    chooses itself."""
     from load_tests.gpu.throughput import transformers_rate
 
     _against(
@@ -239,7 +242,8 @@ def _against(bench: Bench, shape: str, peers: dict[str, Callable[..., float]], l
 
 
 def overlap(bench: Bench, shape: str) -> None:
-    """Output tokens per second with the next step launched before a step's tokens are read, and without."""
+    """Output tokens per second with the next step launched before a step's tokens are read, and
+    without."""
     from load_tests.gpu.throughput import ours
 
     config = config_of(shape)
@@ -303,8 +307,8 @@ def host(bench: Bench) -> None:
 
 
 def sanitizer(bench: Bench) -> None:
-    """The smoke stage under compute-sanitizer, which finds accesses outside of the segments that torch takes from the
-    device, not all of those outside of a tensor."""
+    """The smoke stage under compute-sanitizer, which finds accesses outside of the segments that
+    torch takes from the device, not all of those outside of a tensor."""
     tool = shutil.which("compute-sanitizer")
     if tool is None or not bench.gpu:
         reason = "there is no GPU" if tool is not None else "compute-sanitizer is not installed"

@@ -1,4 +1,5 @@
-"""All that a request may ask for, on a device and on the CPU: the same tokens, probabilities and vectors.
+"""All that a request may ask for, on a device and on the CPU: the same tokens, probabilities and
+vectors.
 
 A tensor on the wrong device shows on a GPU only, and most parameters are nobody's in a benchmark.
 """
@@ -26,8 +27,8 @@ _TOLERANCE = 1e-3
 
 
 def features(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """One engine's answers on the device against one's on the CPU, all requests at once and a KV pool that is too small
-    for them."""
+    """One engine's answers on the device against one's on the CPU, all requests at once and a KV
+    pool that is too small for them."""
     module = random_module(config, torch.device("cpu"), torch.float32)
     module.generation_config.eos_token_id = 1
     work = _requests(config["vocab_size"])

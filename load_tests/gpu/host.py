@@ -1,8 +1,9 @@
-"""What the host does for one step of many decoding rows, which the GPU must not have to wait for. Needs no GPU.
+"""What the host does for one step of many decoding rows, which the GPU must not have to wait for.
+Needs no GPU.
 
-`python -m load_tests.gpu.host --json FILE` runs the engine's own scheduler, runner and metadata over a model whose
-forward pass takes no time and samples zeros; medians over steps, in milliseconds, on one thread. Launches and copies to
-the device are not in it.
+`python -m load_tests.gpu.host --json FILE` runs the engine's own scheduler, runner and metadata
+over a model whose forward pass takes no time and samples zeros; medians over steps, in
+milliseconds, on one thread. Launches and copies to the device are not in it.
 """
 
 import argparse
@@ -82,7 +83,8 @@ def main() -> None:
     for name, median in medians.items():
         print(f"{name:10} {median:7.3f} ms")
     if args.json is not None:
-        from serve_app.workloads.machine import machine  # needs more than the GPU bench does, which imports this module
+        # needs more than the GPU bench does, which imports this module
+        from serve_app.workloads.machine import machine
 
         result = {"rows": args.rows, "context": args.context, "steps": args.steps, "ms": medians}
         args.json.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")

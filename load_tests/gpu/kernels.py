@@ -1,4 +1,5 @@
-"""The Triton kernels, each alone, against torch on the same device. (Rotation and storing are judged by parity.)"""
+"""The Triton kernels, each alone, against torch on the same device. (Rotation and storing are
+judged by parity.)"""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,8 @@ from serve_app.model.llama import Linear
 Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest accepted difference, as a part of the expected value and the standard deviation together."""
+"""Largest accepted difference, as a part of the expected value and the standard deviation
+together."""
 
 
 def comparisons(*, full: bool) -> dict[str, Compare]:

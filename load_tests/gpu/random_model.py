@@ -1,4 +1,5 @@
-"""A folder with a random model of a real model's shape, as `serve-app` loads it: weights, config, tokenizer."""
+"""A folder with a random model of a real model's shape, as `serve-app` loads it: weights, config,
+tokenizer."""
 
 import shutil
 from pathlib import Path

@@ -18,7 +18,8 @@ from serve_app.text.tokenizer import load_tokenizer
 
 
 def reference_texts(prompts: Sequence[str], count: int, device: str) -> list[str]:
-    """Greedy texts of `count` tokens in float32, from such a process. Raises `RuntimeError` where it fails."""
+    """Greedy texts of `count` tokens in float32, from such a process. Raises `RuntimeError` where
+    it fails."""
     spec = json.dumps({"prompts": prompts, "count": count, "device": device})
     done = subprocess.run([sys.executable, "-m", __name__, spec], capture_output=True, text=True)
     if done.returncode:
@@ -29,7 +30,8 @@ def reference_texts(prompts: Sequence[str], count: int, device: str) -> list[str
 def main() -> None:
     """Write what the specification names."""
     spec = json.loads(sys.argv[1])
-    torch.set_num_threads(1)  # several would wait for each other at every product, where servers share the cores
+    # several would wait for each other at every product, where servers share the cores
+    torch.set_num_threads(1)
     device, cpu = torch.device(spec["device"]), torch.device("cpu")
     options = ModelOptions(dtype="float32")
     module = read_checkpoint(locate_model(options.model), options, cpu, lambda *_: None).to(device)

@@ -30,7 +30,8 @@ _TAIL_LINES = 120
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known so far. stages: by name, each {"verdict", "took_s", "checks", "output_tail"}."""
+    """What is known so far. stages: by name, each {"verdict", "took_s", "checks",
+    "output_tail"}."""
 
     file: Path | None
     stages: dict[str, dict[str, Any]]
@@ -62,7 +63,8 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
     """Run the stages that have no verdict yet; whether all of the selected stages passed.
 
     only: words of which a stage's name must contain one; empty for all stages. minutes: no stage
-    begins after that time, and the last one ends then. Raises `ValueError` where `only` selects none.
+    begins after that time, and the last one ends then. Raises `ValueError` where `only` selects
+    none.
     """
     deadline = time.monotonic() + 60 * minutes
     stages = [name for name in suite.stages(device) if not only or any(word in name for word in only)]
@@ -77,13 +79,15 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
             continue
         run_stage(suite, name, device, min(suite.stage_limit_s, left_s), report)
         if report.stages[name]["verdict"] == _TIMED_OUT and left_s < suite.stage_limit_s:
-            report.stages[name]["verdict"] = _INTERRUPTED  # not for its own length: a resumed run tries again
+            # not for its own length: a resumed run tries again
+            report.stages[name]["verdict"] = _INTERRUPTED
     report.write()
     return all(report.stages[name]["verdict"] == "passed" for name in stages)
 
 
 def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Report) -> None:
-    """Run one stage to its end or to its limit; its checks are in the report as soon as they are known."""
+    """Run one stage to its end or to its limit; its checks are in the report as soon as they are
+    known."""
     environment = {**os.environ, **(suite.cpu_environment if device == "cpu" else {})}
     begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=_TAIL_LINES)
     stage = report.stages[name] = {"verdict": _INTERRUPTED, "took_s": 0.0, "checks": checks}

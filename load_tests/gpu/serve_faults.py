@@ -26,11 +26,13 @@ PROMPTS = (
 _REPLICAS = 2
 _WHOLE_LIMIT_S = 100.0
 _FAILOVER_WAIT_S = 60.0
-"""For how long streams wait where no replica is left: on two cores both start again in 20 to 40 s."""
+"""For how long streams wait where no replica is left: on two cores both start again in 20 to 40
+s."""
 
 
 def check_faults(checks: Checks, device: str, folder: Callable[[], Path]) -> None:
-    """Streams on two replicas, greedy and sampled; one is killed, then one frozen, then both are killed at once."""
+    """Streams on two replicas, greedy and sampled; one is killed, then one frozen, then both are
+    killed at once."""
     gpu = device == "cuda"
     count, length = (24, 400) if gpu else (8, 160)
     asks = [

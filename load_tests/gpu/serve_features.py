@@ -14,7 +14,8 @@ from load_tests.gpu.server import Started, server, together
 from serve_app.system.http_client import fetch
 
 _BF16_LIMIT = 0.02
-"""Most by which bfloat16's log-probabilities of prompt tokens may differ from float32's, on average."""
+"""Most by which bfloat16's log-probabilities of prompt tokens may differ from float32's, on
+average."""
 _PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -110,7 +111,8 @@ def _prompt_logprobs(started: Started) -> list[float]:
 
 
 def _answer(started: Started, path: str, body: dict[str, Any]) -> Any:
-    """The answer without what differs between two servers; numbers rounded to what two devices agree on."""
+    """The answer without what differs between two servers; numbers rounded to what two devices
+    agree on."""
     return _comparable(json.loads(_post(started, path, body)))
 
 

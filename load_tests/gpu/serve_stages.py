@@ -1,6 +1,7 @@
 """The server's stages: `python -m load_tests.gpu.serve_stages STAGE [SHAPE] --device cuda`.
 
-Needs what `serve-app serve` needs. Each stage starts its own server through Ray and judges what HTTP
+Needs what `serve-app serve` needs. Each stage starts its own server through Ray and judges what
+HTTP
 clients get. On a CPU the sizes are tiny and speed is not judged.
 """
 
@@ -79,7 +80,8 @@ class ServeBench(Checks):
 
 
 def machine(bench: ServeBench) -> None:
-    """What the server will find: versions, GPUs as NVML and as Ray count them, HAProxy, shared memory."""
+    """What the server will find: versions, GPUs as NVML and as Ray count them, HAProxy, shared
+    memory."""
 
     def versions() -> Result:
         import ray
@@ -221,7 +223,8 @@ def autoscale(bench: ServeBench) -> None:
 
 
 def load(bench: ServeBench) -> None:
-    """The default model at growing numbers of users, with the usual flush interval and with none."""
+    """The default model at growing numbers of users, with the usual flush interval and with
+    none."""
     prompt, output = (512, 128) if bench.gpu else (40, 12)
     prompts = _prompts(SMOL_VOCABULARY, 2 * max(bench.users), prompt)
     for interval_ms in (50.0, 0.0):
@@ -286,7 +289,8 @@ STAGES: dict[str, Callable[..., None]] = {
 
 def main() -> int:
     """Run the stage that the command line names."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the stage's server
+    # ends the stage's server
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("shape", nargs="*")

@@ -35,9 +35,11 @@ class Started:
 
 @contextmanager
 def server(folder: Path, device: str, replicas: int = 1, **args: Any) -> Iterator[Started]:
-    """`serve-app serve` with these `args` of the application, on the fast path, until the block ends.
+    """`serve-app serve` with these `args` of the application, on the fast path, until the block
+    ends.
 
-    On a GPU each replica gets an equal share of the one card. Raises `RuntimeError` when it does not
+    On a GPU each replica gets an equal share of the one card. Raises `RuntimeError` when it does
+    not
     become ready.
     """
     most = args.get("autoscaling", {}).get("max_replicas", replicas)
@@ -97,7 +99,8 @@ async def closed_loop(
 
 
 def load_figures(answers: Sequence[Answer], took_s: float) -> Result:
-    """Throughput in output tokens per second, medians of TTFT and TPOT in milliseconds; fails with any answer."""
+    """Throughput in output tokens per second, medians of TTFT and TPOT in milliseconds; fails with
+    any answer."""
     whole = [answer for answer in answers if answer.outcome is Outcome.COMPLETE]
     failed = [answer for answer in answers if answer.outcome is not Outcome.COMPLETE]
     if failed:

@@ -1,7 +1,7 @@
 """Single steps of a `PagedModel` with random weights, against limits measured on the same device.
 
-Decides what a limit is: a decode step has to read every weight and every key and value once, at the bandwidth of a
-copy; a prefill has to multiply, at the rate of one large product.
+Decides what a limit is: a decode step has to read every weight and every key and value once, at the
+bandwidth of a copy; a prefill has to multiply, at the rate of one large product.
 """
 
 import statistics
@@ -30,7 +30,8 @@ _REPEATS = {"cuda": 20, "cpu": 1}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device, and what it can do: bytes read and written per second by a copy, operations per second."""
+    """The device, and what it can do: bytes read and written per second by a copy, operations per
+    second."""
 
     device: torch.device
     dtype: torch.dtype
@@ -42,7 +43,8 @@ class Machine:
         """bfloat16 on a GPU, float32 on a CPU."""
         gpu = device.type == "cuda"
         dtype = torch.bfloat16 if gpu else torch.float32
-        # Random, like a model's: constant bits cost less power, and a GPU on them keeps a higher clock.
+        # Random, like a model's: constant bits cost less power, and a GPU on them keeps a higher
+        # clock.
         source = torch.randint(256, (1 << (31 if gpu else 24),), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         copy_s = median_time(lambda: target.copy_(source), device)
@@ -54,7 +56,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, the weights' bytes that a decode step reads, and the weights' number that each token meets."""
+    """A model, the weights' bytes that a decode step reads, and the weights' number that each token
+    meets."""
 
     model: PagedModel
     config: dict[str, Any]
@@ -109,13 +112,15 @@ def paged(module: Any, **options: Any) -> PagedModel:
 
 
 def median_time(run: Callable[[], object], device: torch.device, part: int = 1) -> float:
-    """Seconds of one call with all that it launches, after some that are not counted. part: of the usual repeats."""
+    """Seconds of one call with all that it launches, after some that are not counted. part: of the
+    usual repeats."""
     repeats = max(1, _REPEATS[device.type] // part)
     return statistics.median(call_times(run, device, repeats, uncounted=3 if device.type == "cuda" else 1))
 
 
 def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Greedy tokens of the engine, all requests in packed steps, against transformers' `generate`, one at a time."""
+    """Greedy tokens of the engine, all requests in packed steps, against transformers' `generate`,
+    one at a time."""
     num_tokens, lengths = (24, (3, 17, 64, 65, 130, 250)) if device.type == "cuda" else (4, (3, 17, 70))
     module = random_module(config, device, torch.float32)
     generator = torch.Generator().manual_seed(1)
@@ -141,8 +146,9 @@ def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Difference from transformers' logits of packed prompts and one decode step, as `ReferenceLogits` measures it: the
-    engine's, and that of transformers' modules on the reference backend."""
+    """Difference from transformers' logits of packed prompts and one decode step, as
+    `ReferenceLogits` measures it: the engine's, and that of transformers' modules on the reference
+    backend."""
     differences = {}
     for name in ("auto", "reference"):
         module = random_module(config, machine.device, machine.dtype)
@@ -157,7 +163,8 @@ def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
 def decode_step(
     loaded: Loaded, machine: Machine, rows: int, context: int, limit: float | None, **sampling: Any
 ) -> dict[str, Any]:
-    """A whole step of the engine's runner, from the plan to the tokens, which are read back every time.
+    """A whole step of the engine's runner, from the plan to the tokens, which are read back every
+    time.
 
     sampling: fields of `SamplingParams`; greedy without any.
     """
@@ -219,7 +226,8 @@ def prefill(loaded: Loaded, machine: Machine, prompts: int, length: int, limit: 
 def attention_bandwidth(
     machine: Machine, shape: tuple[int, int, int], *, rows: int, context: int, limit: float
 ) -> dict[str, Any]:
-    """The attention kernel alone in decode, as one graph of several launches: bytes of keys and values per second."""
+    """The attention kernel alone in decode, as one graph of several launches: bytes of keys and
+    values per second."""
     from serve_app.model.gpu.attention import TritonAttention
 
     heads, kv_heads, dim = shape
@@ -253,8 +261,8 @@ def attention_bandwidth(
 def _decode_plan(
     model: PagedModel, rows: int, context: int, params: SamplingParams
 ) -> tuple[ModelRunner, SchedulerOutput]:
-    """A runner with sequences of that many keys, and the plan of their next token, which runs again and again: as in an
-    engine that overlaps, only the device knows the last token."""
+    """A runner with sequences of that many keys, and the plan of their next token, which runs again
+    and again: as in an engine that overlaps, only the device knows the last token."""
     runner, needed = ModelRunner(model, rows), -(-context // model.block_size)
     runner.allocate_kv_cache(1 + rows * needed)
     order = (torch.randperm(rows * needed, generator=torch.Generator().manual_seed(0)) + 1).view(rows, needed).tolist()
@@ -272,7 +280,8 @@ def _decode_plan(
 
 
 def _batch(model: PagedModel, rows: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Token ids, positions and metadata of rows (keys before, queries), in a new pool of scattered blocks."""
+    """Token ids, positions and metadata of rows (keys before, queries), in a new pool of scattered
+    blocks."""
     size, device = model.block_size, model.device
     lengths = [before + count for before, count in rows]
     needed = [-(-length // size) for length in lengths]

@@ -1,4 +1,5 @@
-"""The two sequences of stages, ordered by how much they show: the engine alone, and the server through Ray."""
+"""The two sequences of stages, ordered by how much they show: the engine alone, and the server
+through Ray."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

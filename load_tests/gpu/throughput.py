@@ -1,5 +1,5 @@
-"""Whole engines on the same prompts: ours saturated, transformers' continuous batching and vLLM in tokens per second;
-ours captured and eager, token by token."""
+"""Whole engines on the same prompts: ours saturated, transformers' continuous batching and vLLM in
+tokens per second; ours captured and eager, token by token."""
 
 import importlib
 import tempfile
@@ -29,7 +29,8 @@ def ours(
     output: int,
     overlap: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[float, dict[str, Any]]:
-    """Tokens per second of the engine, and where its steps' time went. A run before warms up every batch size."""
+    """Tokens per second of the engine, and where its steps' time went. A run before warms up every
+    batch size."""
     module = random_module(config, machine.device, machine.dtype)
     records: list[StepRecord] = []
     gpu = machine.device.type == "cuda"
@@ -62,7 +63,8 @@ def ours(
         "schedule_and_update_ms_per_step": 1e3 * sum(host_s) / len(records),
         "model_ms_per_decode_step": 1e3 * decode_s / max(len(decode), 1),
         "model_s_in_steps_with_prefill": prefill_s,
-        # What the steps had at least to do, over the time that the device needs for it at its measured best.
+        # What the steps had at least to do, over the time that the device needs for it at its
+        # measured best.
         "decode_share_of_copy_bandwidth": sum(r.num_bytes for r in decode)
         / max(decode_s, 1e-9)
         / machine.copy_bandwidth,
@@ -88,9 +90,9 @@ def transformers_rate(
     output: int,
     cuda_graphs: bool | None = None,
 ) -> float:
-    """Tokens per second of transformers' continuous batching. cuda_graphs: None is its own choice, which with `sdpa`
-    and its masks is none, and no asynchronous batching either. Starting (cache, graphs) is not counted: a first run of
-    the same manager has done it."""
+    """Tokens per second of transformers' continuous batching. cuda_graphs: None is its own choice,
+    which with `sdpa` and its masks is none, and no asynchronous batching either. Starting (cache,
+    graphs) is not counted: a first run of the same manager has done it."""
     module = random_module(config, machine.device, machine.dtype, attn_implementation="sdpa")
     # By default the cache takes most of the memory, which a CPU would have to zero.
     size = {} if machine.device.type == "cuda" else {"num_blocks": 16, "max_batch_tokens": 64}
@@ -117,7 +119,8 @@ def transformers_rate(
 
 
 def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int) -> float:
-    """Tokens per second of vLLM's offline engine with its defaults and random weights of the same shape."""
+    """Tokens per second of vLLM's offline engine with its defaults and random weights of the same
+    shape."""
     vllm: Any = importlib.import_module("vllm")
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
@@ -146,8 +149,9 @@ def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]]
 
 
 def same_tokens(config: dict[str, Any], machine: Machine, *, requests: int, longest: int) -> dict[str, Any]:
-    """Tokens of captured, overlapped steps against those of eager steps one after another; drawn and greedy ones,
-    prompts in chunks, batches that grow and shrink. Rows have bits of their own, so that padding changes none."""
+    """Tokens of captured, overlapped steps against those of eager steps one after another; drawn
+    and greedy ones, prompts in chunks, batches that grow and shrink. Rows have bits of their own,
+    so that padding changes none."""
     random = Random(0)
     work = [
         EngineRequest(

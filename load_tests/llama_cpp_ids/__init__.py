@@ -2,7 +2,8 @@
 
     python -m load_tests.llama_cpp_ids.make DEFAULT.gguf GEMMA.gguf tests/text/llama_cpp_ids.json.gz
 
-writes them, in an environment with llama-cpp-python 0.3.36 (llama.cpp itself, built by pip) and gguf.
+writes them, in an environment with llama-cpp-python 0.3.36 (llama.cpp itself, built by pip) and
+gguf.
 """
 
 import zlib

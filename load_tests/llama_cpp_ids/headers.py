@@ -10,7 +10,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 
 def write_header(path: Path, source: Path, changes: Mapping[str, Any], left_out: str = "general.") -> Path:
-    """`source`'s metadata, without names that begin with `left_out`, and with `changes`; None takes a key away."""
+    """`source`'s metadata, without names that begin with `left_out`, and with `changes`; None takes
+    a key away."""
     values, types = _read(source)
     writer = GGUFWriter(path, values["general.architecture"])
     for name, value in {**values, **changes}.items():
@@ -45,7 +46,8 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, GGUFValueType]]:
 
 
 def write_sentencepiece(path: Path, lines: Sequence[str], *, space_in_front: bool) -> Path:
-    """A small SentencePiece vocabulary of what is frequent in `lines`, as files of Llama 2 and Mistral have it."""
+    """A small SentencePiece vocabulary of what is frequent in `lines`, as files of Llama 2 and
+    Mistral have it."""
     counts: Counter[str] = Counter()
     for line in lines:
         text = line.replace(" ", "\u2581")
@@ -53,7 +55,8 @@ def write_sentencepiece(path: Path, lines: Sequence[str], *, space_in_front: boo
     # llama.cpp takes some names in angle brackets for control tokens, whatever the file says.
     frequent = (piece for piece in counts if len(piece) > 1 and not (piece[0] == "<" and piece[-1] == ">"))
     words = sorted(frequent, key=lambda piece: (-counts[piece], piece))[:2000]
-    characters = sorted(set("".join(words)))  # of each token, as in trained vocabularies; the other ones become bytes
+    # of each token, as in trained vocabularies; the other ones become bytes
+    characters = sorted(set("".join(words)))
     special = {"<unk>": 2, "<s>": 3, "</s>": 3, **{f"<0x{byte:02X}>": 6 for byte in range(256)}, "McDonald": 4}
     pieces = [*({piece: 1 for piece in (*words, *characters)} | special).items()]
     pieces.sort(key=lambda piece: piece[1] == 1)

@@ -1,5 +1,6 @@
-"""1,000 lines on which tokenizers differ: code, tables, numbers, runs of one character, control tokens, and texts in
-Latin, Cyrillic, Greek, Arabic, Devanagari, Han and other scripts. All of it was made up for this."""
+"""1,000 lines on which tokenizers differ: code, tables, numbers, runs of one character, control
+tokens, and texts in Latin, Cyrillic, Greek, Arabic, Devanagari, Han and other scripts. All of it
+was made up for this."""
 
 import random
 

@@ -1,5 +1,6 @@
-"""See the package. Besides the lines, the file holds the ids of both models, and for each name of a pre-tokenizer a
-checksum per line of the ids that the default model's vocabulary has under that name; names with equal ones
+"""See the package. Besides the lines, the file holds the ids of both models, and for each name of a
+pre-tokenizer a checksum per line of the ids that the default model's vocabulary has under that
+name; names with equal ones
 together. Checksums too for a small SentencePiece vocabulary."""
 
 import gzip

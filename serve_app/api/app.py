@@ -86,7 +86,8 @@ def _add_generation(app: DocumentedApi, context: ApiContext) -> None:
         openapi_extra=app.accepts(ChatBody, {"messages": _QUESTION, "max_tokens": 64}, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        """OpenAI's chat completions: messages in, a message (or `n` of them) out, whole or as events."""
+        """OpenAI's chat completions: messages in, a message (or `n` of them) out, whole or as
+        events."""
         return GenerationResponse(context, "chat", request, lambda raw: ChatJob(context, parse_body(ChatBody, raw)))
 
     @app.post(
@@ -96,7 +97,8 @@ def _add_generation(app: DocumentedApi, context: ApiContext) -> None:
         ),
     )
     async def completions(request: Request) -> Response:
-        """OpenAI's completions: texts or token ids in, the texts that follow them out, whole or as events."""
+        """OpenAI's completions: texts or token ids in, the texts that follow them out, whole or as
+        events."""
         return GenerationResponse(context, "completions", request, lambda raw: CompletionJob(context, raw))
 
     @app.post(
@@ -106,7 +108,8 @@ def _add_generation(app: DocumentedApi, context: ApiContext) -> None:
         ),
     )
     async def responses(request: Request) -> Response:
-        """OpenAI's responses, whole or as events. Nothing is stored: `input` is the whole history."""
+        """OpenAI's responses, whole or as events. Nothing is stored: `input` is the whole
+        history."""
         return GenerationResponse(
             context, "responses", request, lambda raw: ResponsesJob(context, parse_body(ResponsesBody, raw))
         )

@@ -30,7 +30,8 @@ ChoicePiece = tuple[int, TextPiece]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of an answer so far. `cached_tokens` are prompt tokens found in the prefix cache."""
+    """Token counts of an answer so far. `cached_tokens` are prompt tokens found in the prefix
+    cache."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,7 +1,8 @@
 """The `serve-app` command: one small module per subcommand.
 
-Decides which subcommands exist and what `serve-app --help` says. Each module imports what is slow to import (torch,
-Ray, matplotlib) only when its command runs, so that help and version answer at once.
+Decides which subcommands exist and what `serve-app --help` says. Each module imports what is slow
+to import (torch, Ray, matplotlib) only when its command runs, so that help and version answer at
+once.
 """
 
 import typer

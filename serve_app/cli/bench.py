@@ -1,7 +1,7 @@
 """`serve-app bench`: named workloads against a running server, and two reports side by side.
 
-Decides the commands' options and what they print. Load, figures and reports are `workloads`, most of which needs the
-extra `load`.
+Decides the commands' options and what they print. Load, figures and reports are `workloads`, most
+of which needs the extra `load`.
 """
 
 import json

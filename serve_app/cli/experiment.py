@@ -1,4 +1,5 @@
-"""`serve-app experiment`: the commands' options. The module of `experiments` of that name measures, shows and draws."""
+"""`serve-app experiment`: the commands' options. The module of `experiments` of that name measures,
+shows and draws."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -42,7 +43,8 @@ class Experiment(Protocol):
 def _perform(
     name: str, measure: Callable[[Experiment, Console], Any], png: Path | None, json_file: Path | None
 ) -> None:
-    """Show, draw and write what `measure` finds, called with the experiment and a console for its progress."""
+    """Show, draw and write what `measure` finds, called with the experiment and a console for its
+    progress."""
     found: Any = import_module(f"serve_app.experiments.{name}")
     module: Experiment = found
     with errors_in_one_line():
@@ -120,9 +122,11 @@ def lengths(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Throughput with varying output lengths, and the contribution of iteration level, packing, paging and kernels.
+    """Throughput with varying output lengths, and the contribution of iteration level, packing,
+    paging and kernels.
 
-    Runs on the CPU. Lengths are exponential with mean 32, cut at each cap: 25 % of the published experiment's.
+    Runs on the CPU. Lengths are exponential with mean 32, cut at each cap: 25 % of the published
+    experiment's.
     """
     from serve_app.experiments.compare import token_progress
     from serve_app.text.tokenizer import load_tokenizer
@@ -146,7 +150,8 @@ def latency(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Latency and TTFT for Poisson arrivals at 40 to 110 % of capacity: static and continuous, padded and packed.
+    """Latency and TTFT for Poisson arrivals at 40 to 110 % of capacity: static and continuous,
+    padded and packed.
 
     Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """
@@ -162,7 +167,8 @@ def waiting(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Sweep of the waiting-served ratio for fused and separate prefill: TTFT, pauses, ITL, throughput.
+    """Sweep of the waiting-served ratio for fused and separate prefill: TTFT, pauses, ITL,
+    throughput.
 
     Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """
@@ -177,7 +183,8 @@ def window(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Batches by size or by time (max_batch_size, max_wait_time) for random arrivals, beside continuous batching.
+    """Batches by size or by time (max_batch_size, max_wait_time) for random arrivals, beside
+    continuous batching.
 
     Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """

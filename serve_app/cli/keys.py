@@ -1,4 +1,5 @@
-"""`serve-app keys`: make, list and revoke the API keys of a keys file. A server that watches it follows within 2 s."""
+"""`serve-app keys`: make, list and revoke the API keys of a keys file. A server that watches it
+follows within 2 s."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime

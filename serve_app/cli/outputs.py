@@ -1,5 +1,5 @@
-"""What commands that measure share: the options `--json`, `--png` and `--html`, checked before the measuring starts,
-and how an error is shown.
+"""What commands that measure share: the options `--json`, `--png` and `--html`, checked before the
+measuring starts, and how an error is shown.
 """
 
 import json
@@ -16,7 +16,8 @@ from serve_app.errors import ServeAppError
 
 
 def check_output(path: Path | None) -> Path | None:
-    """The path, if a file can be written there; raises `typer.BadParameter` before any work is done."""
+    """The path, if a file can be written there; raises `typer.BadParameter` before any work is
+    done."""
     if path is not None:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder")

@@ -11,7 +11,8 @@ def serve(
         "deploy/config.yaml"
     ),
 ) -> None:
-    """Run a server in the foreground: Ray's fast path, everything on loopback, one line when it is ready."""
+    """Run a server in the foreground: Ray's fast path, everything on loopback, one line when it is
+    ready."""
     from serve_app.launch.launcher import launch
 
     raise typer.Exit(launch(config))

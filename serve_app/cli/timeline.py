@@ -1,6 +1,7 @@
 """`serve-app timeline`: what a running server's engines did recently, in the terminal and as files.
 
-Decides how the picture fits a terminal. The engines decide what is recorded, the server how files look.
+Decides how the picture fits a terminal. The engines decide what is recorded, the server how files
+look.
 """
 
 import json
@@ -97,7 +98,8 @@ def _groups(records: Sequence[StepRecord]) -> dict[str, int]:
 
 
 def _get(url: str, query: dict[str, str]) -> bytes:
-    """The answer of `/debug/timeline`. Raises `ServeAppError` with the server's or the system's message."""
+    """The answer of `/debug/timeline`. Raises `ServeAppError` with the server's or the system's
+    message."""
     address = f"{url.rstrip('/')}/debug/timeline?{urlencode(query)}"
     try:
         return fetch(address, timeout_s=_TIMEOUT_S, api_key=client_api_key())

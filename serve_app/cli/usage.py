@@ -26,7 +26,8 @@ def usage(
     by: Annotated[str, typer.Option(help=f"Dimensions of the sums: {', '.join(_DIMENSIONS)}.")] = "key",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Sum up the usage ledger. Requests without a key have an empty name; the launcher's own name is `(internal)`."""
+    """Sum up the usage ledger. Requests without a key have an empty name; the launcher's own name
+    is `(internal)`."""
     names = by.split(",")
     for name in names:
         if name not in _DIMENSIONS:

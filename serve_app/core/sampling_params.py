@@ -16,7 +16,8 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_GRAMMAR_CHARS = 2**18
 
 Pooling = Literal["last", "mean"]
-"""Pooling of a prompt's embedding: the final hidden state of its last token, or the mean over all tokens."""
+"""Pooling of a prompt's embedding: the final hidden state of its last token, or the mean over all
+tokens."""
 
 _SET_BY_ENDPOINT = (
     "max_tokens", "seed", "bad_words", "logprobs", "prompt_logprobs", "prompt_logprobs_from", "grammar",

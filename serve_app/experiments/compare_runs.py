@@ -322,7 +322,8 @@ def measure_jobs(mode: Mode, jobs: Sequence[CompareJob], on_tokens: OnTokens) ->
 
 
 def _child(mode: Mode, jobs: Sequence[CompareJob], sender: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent ends this one
+    # Ctrl-C reaches both processes; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(BrokenPipeError):
         try:

@@ -32,7 +32,8 @@ class ReplicaSet:
         self._current: dict[str, dict[str, Any]] = {}
         self._listeners: list[Callable[[], object]] = []
 
-    # ---------------------------------------------------------------------------------------------- membership
+    # ----------------------------------------------------------------------------------------------
+    # membership
     def publish(self, replicas: Mapping[str, dict[str, Any]]) -> None:
         """Replace the set. `replicas`: replica id -> result of `record_replica_metadata`."""
         self._current = dict(replicas)
@@ -72,7 +73,8 @@ class ReplicaSet:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    # ---------------------------------------------------------------------------------------------- attempts
+    # ----------------------------------------------------------------------------------------------
+    # attempts
     def begin(self, attempt: Attempt) -> None:
         """Add an attempt that waits to be placed."""
         self.waiting[attempt.attempt_id] = attempt
@@ -98,7 +100,8 @@ class ReplicaSet:
         placed = [attempt for replica in self._replicas.values() for attempt in replica.attempts.values()]
         return [*placed, *self.waiting.values()]
 
-    # ---------------------------------------------------------------------------------------------- load
+    # ----------------------------------------------------------------------------------------------
+    # load
     def note_load(self, replica_id: str, load: ReplicaLoad) -> None:
         """Store a replica's load."""
         if (replica := self._replicas.get(replica_id)) is not None:
@@ -108,7 +111,8 @@ class ReplicaSet:
         """Return the last load of every replica that has reported one."""
         return {replica.replica_id: replica.load for replica in self.replicas() if replica.load is not None}
 
-    # ---------------------------------------------------------------------------------------------- suspicion
+    # ----------------------------------------------------------------------------------------------
+    # suspicion
     def suspect(self, replica_id: str, reason: str) -> None:
         """Keep requests away from the replica until `trust`."""
         replica = self._replicas.get(replica_id)

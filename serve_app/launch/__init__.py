@@ -1,1 +1,2 @@
-"""`serve-app serve`: reads and checks the config file, starts Ray and the application, and reports progress."""
+"""`serve-app serve`: reads and checks the config file, starts Ray and the application, and reports
+progress."""

@@ -93,7 +93,8 @@ class InputBatch:
 
     def pack(self, rows: Sequence[ScheduledRequest]) -> PackedBatch:
         """Return the packed batch of `rows`: all rows of a step, or some rows after a failure."""
-        columns: Any = ScheduledRequest._make(zip(*rows, strict=True))  # each field holds the values of all rows
+        # each field holds the values of all rows
+        columns: Any = ScheduledRequest._make(zip(*rows, strict=True))
         slots = tuple(map(self.slot, columns.slot))
         seq_slots, counts, starts = (
             np.array(column, dtype=np.int64) for column in (columns.slot, columns.num_tokens, columns.start)

@@ -1,4 +1,5 @@
-"""The model's tokenizer: loading, text to ids, messages to ids, ids to text. Independent of requests."""
+"""The model's tokenizer: loading, text to ids, messages to ids, ids to text. Independent of
+requests."""
 
 import hashlib
 import json

@@ -2,7 +2,8 @@
 
 `mixes` adds the texts. A trace is a CSV file in one of two layouts, recognized by its header:
 
-    BurstGPT                  Timestamp (seconds), Request tokens, Response tokens; other columns are ignored
+    BurstGPT                  Timestamp (seconds), Request tokens, Response tokens; other columns
+    are ignored
     Azure LLM inference       TIMESTAMP (date and time), ContextTokens, GeneratedTokens
 """
 

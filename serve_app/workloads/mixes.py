@@ -3,22 +3,28 @@
 Sends nothing. Lengths depend on the seed alone. Text depends on (seed, repeat, salt), so that a
 server's prefix cache never contains the prompt of an earlier repeat.
 
-    mixed          64 requests, 16 at once; prompts log-uniform 16..512, outputs exponential (mean 64) in 4..256
+    mixed          64 requests, 16 at once; prompts log-uniform 16..512, outputs exponential (mean
+    64) in 4..256
     decode         16 requests at once; 32 in, 128 out
     prefill        32 requests, 8 at once; 1024 in, 1 out
     single         4 requests, sequential; 32 in, 128 out
     first_token    24 requests, sequential; 32 in, 1 out: like the first tokens of `single`
     shared_prefix  32 requests, 8 at once; 768 tokens shared by all, 32 of their own, 16 out
-    repetitive     as single, but the prompt repeats 32 tokens four times, and the answer continues this
+    repetitive     as single, but the prompt repeats 32 tokens four times, and the answer continues
+    this
     long           8 requests, 4 at once; 3000 in, 64 out
     crowd          128 requests, 64 at once; 20..120 in, 16..96 out, both uniform
-    lognormal      48 requests, 12 at once; in: median 128, sigma 1.0, 16..1536; out: median 64, sigma 0.7, 4..256
-    agents         8 agents at once, 6 turns each, a turn after the previous answer; prompts have 384 shared
-                   tokens and 64 of the agent; each further turn repeats the history and adds 128; 48 out.
-                   All text is fixed in advance, including answers in the history, so that all servers get
+    lognormal      48 requests, 12 at once; in: median 128, sigma 1.0, 16..1536; out: median 64,
+    sigma 0.7, 4..256 agents         8 agents at once, 6 turns each, a turn after the previous
+    answer; prompts have 384 shared
+                   tokens and 64 of the agent; each further turn repeats the history and adds 128;
+                   48 out.
+                   All text is fixed in advance, including answers in the history, so that all
+                   servers get
                    the same prompts
     sampled        as mixed, with other texts, temperature 0.9 and top_p 0.95; all others are greedy
-    poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in mixed
+    poisson        open loop: arrivals at `rate` per second for `duration` seconds, lengths as in
+    mixed
     bursty         as poisson, in bursts: the coefficient of variation of the gaps is 4
 """
 

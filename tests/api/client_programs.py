@@ -1,7 +1,7 @@
 """Programs of users of other packages, unmodified: `python client_programs.py NAME URL MODEL`.
 
-Each prints one JSON object: what its package made of the answers. They run in processes of their own, so that what the
-packages do at import stays there.
+Each prints one JSON object: what its package made of the answers. They run in processes of their
+own, so that what the packages do at import stays there.
 """
 
 import json

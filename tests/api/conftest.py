@@ -1,4 +1,5 @@
-"""The HTTP API over a scripted service (fast, exact) and over a real engine behind a real HTTP server."""
+"""The HTTP API over a scripted service (fast, exact) and over a real engine behind a real HTTP
+server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -146,7 +147,8 @@ def babbler() -> PagedModel:
 
 
 def babbler_module() -> LlamaForCausalLM:
-    """Random weights over the default tokenizer's vocabulary: answers full of half characters, a step takes ms."""
+    """Random weights over the default tokenizer's vocabulary: answers full of half characters, a
+    step takes ms."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152,
@@ -164,7 +166,8 @@ def babbler_module() -> LlamaForCausalLM:
 
 @asynccontextmanager
 async def running(model: PagedModel, tokenizer: Tokenizer) -> AsyncIterator[Api]:
-    """Over a real engine and a real HTTP server on a loopback port. Afterwards the engine must be empty."""
+    """Over a real engine and a real HTTP server on a loopback port. Afterwards the engine must be
+    empty."""
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_gib=0.05)
     records: list[StepRecord] = []
     engine = await StreamEngine.start_with(

@@ -1,4 +1,5 @@
-"""The official clients, as strict as they can be: every object and event is checked against its type."""
+"""The official clients, as strict as they can be: every object and event is checked against its
+type."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,5 @@
-"""Two services: a scripted one for wire formats and faults, and one over an engine in this process."""
+"""Two services: a scripted one for wire formats and faults, and one over an engine in this
+process."""
 
 import asyncio
 from array import array
@@ -19,11 +20,12 @@ EOS = 2
 
 @dataclass
 class ScriptedService:
-    """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the EOS token; the first
-    requests with `replies`, one after another. `ids`: the tokens of the reply, in its place.
+    """Answers every choice with `reply` (token by token, as long as `max_tokens` allows), then the
+    EOS token; the first requests with `replies`, one after another. `ids`: the tokens of the reply,
+    in its place.
 
-    `error` is raised before token number `error_at` (without an error, the stream just ends there). With `hold`,
-    generation waits for the event after each token.
+    `error` is raised before token number `error_at` (without an error, the stream just ends there).
+    With `hold`, generation waits for the event after each token.
     """
 
     tokenizer: Tokenizer

@@ -1,4 +1,5 @@
-"""Limits and the ledger as clients meet them: reserved at admission, settled at the end, told in headers."""
+"""Limits and the ledger as clients meet them: reserved at admission, settled at the end, told in
+headers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,5 @@
-"""Tickets in an event loop: turns, cancellation, deadlines. Bounds and refusals are `tests/core`'s."""
+"""Tickets in an event loop: turns, cancellation, deadlines. Bounds and refusals are
+`tests/core`'s."""
 
 import asyncio
 import contextlib
@@ -178,7 +179,8 @@ async def test_priority_counts_only_where_the_operator_says_so() -> None:
 
 
 class Plan:
-    """A random life of a queue: `hypothesis` draws who comes, who leaves or ends, and what becomes of the capacity."""
+    """A random life of a queue: `hypothesis` draws who comes, who leaves or ends, and what becomes
+    of the capacity."""
 
     def __init__(self, max_ongoing: int, max_queued: int) -> None:
         self.clock = Clock()

@@ -1,4 +1,5 @@
-"""Whatever ids a model samples, over whatever vocabulary: an answer comes, and it is one text on every way out."""
+"""Whatever ids a model samples, over whatever vocabulary: an answer comes, and it is one text on
+every way out."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Requests that are wrong. Each is answered with an OpenAI-shaped error naming the field, and the next one works."""
+"""Requests that are wrong. Each is answered with an OpenAI-shaped error naming the field, and the
+next one works."""
 
 import json
 from typing import Any

@@ -57,7 +57,8 @@ async def test_odds_are_those_of_transformers_on_both_endpoints(live: Api, token
 
 
 async def test_the_prompt_is_computed_once(live: Api) -> None:
-    """All but the rest of a block of it comes out of the prefix cache, however many answers there are."""
+    """All but the rest of a block of it comes out of the prefix cache, however many answers there
+    are."""
     answers = [f"answer {i}" for i in range(20)]
     body = {"prompt": list(range(100, 420)), "max_tokens": 8, "seed": 1}
     told = await live.http.post(

@@ -1,4 +1,5 @@
-"""Packages that many programs use in front of a server like this one, unmodified, over a real engine."""
+"""Packages that many programs use in front of a server like this one, unmodified, over a real
+engine."""
 
 import asyncio
 import json
@@ -61,7 +62,8 @@ async def test_litellm(live: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", list(INSTRUCTOR))
 async def test_instructors_requests(live: Api, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """As instructor sends them, which goes with an older `openai` than ours; they ask for `Weather`."""
+    """As instructor sends them, which goes with an older `openai` than ours; they ask for
+    `Weather`."""
     monkeypatch.setattr(live.service, "tokenizer", tokenizer_of("hermes"))
     answer = await live.http.post("/v1/chat/completions", json=INSTRUCTOR[mode])
     assert answer.status_code == 200, answer.text

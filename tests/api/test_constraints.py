@@ -1,4 +1,5 @@
-"""`response_format` and `structured_outputs` over a real engine, and what cannot be enforced refused by name."""
+"""`response_format` and `structured_outputs` over a real engine, and what cannot be enforced
+refused by name."""
 
 import json
 from typing import Annotated, Any

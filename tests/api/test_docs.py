@@ -1,4 +1,5 @@
-"""The examples of docs/api.md, as they stand there, against a running server with the model that they name."""
+"""The examples of docs/api.md, as they stand there, against a running server with the model that
+they name."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""A server that stops: new requests are refused by type, running ones finish, or end with a typed error in time."""
+"""A server that stops: new requests are refused by type, running ones finish, or end with a typed
+error in time."""
 
 import asyncio
 import json

@@ -21,7 +21,8 @@ MARKS = [
 
 @pytest.fixture(params=MARKS, ids=lambda marks: str(marks[0]))
 async def filling(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[tuple[Api, list[str]]]:
-    """An API whose tokenizer has these marks, and begins texts with a token of its own; and the marks."""
+    """An API whose tokenizer has these marks, and begins texts with a token of its own; and the
+    marks."""
     backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
     backend.add_special_tokens([*request.param])
     backend.post_processor = tokenizers.processors.TemplateProcessing(

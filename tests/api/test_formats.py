@@ -1,4 +1,5 @@
-"""The wire formats, read by the `openai` client. The service is scripted: each answer is known to the byte."""
+"""The wire formats, read by the `openai` client. The service is scripted: each answer is known to
+the byte."""
 
 import json
 from typing import Any

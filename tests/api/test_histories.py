@@ -1,4 +1,5 @@
-"""What the server has answered, and what agents keep of a conversation, is taken back by every endpoint."""
+"""What the server has answered, and what agents keep of a conversation, is taken back by every
+endpoint."""
 
 import json
 from typing import Any
@@ -147,7 +148,8 @@ class Weather(pydantic.BaseModel):
 CALL = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")  # of the client itself
+# of the client itself
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
 async def test_what_openais_client_has_parsed_is_taken_back(scripted: Api) -> None:
     client, tool = scripted.openai, openai.pydantic_function_tool(Weather)
     asked: dict[str, Any] = {"model": "scripted", "tools": [tool]}

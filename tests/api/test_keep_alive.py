@@ -1,4 +1,5 @@
-"""Streams in which nothing comes for long: they show life, and clients read what they would have read without."""
+"""Streams in which nothing comes for long: they show life, and clients read what they would have
+read without."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,7 +28,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class Pinged:
-    """An application whose service goes on once a stream has shown life; keeps what the last stream said."""
+    """An application whose service goes on once a stream has shown life; keeps what the last stream
+    said."""
 
     def __init__(self, app: ASGIApp, service: ScriptedService) -> None:
         self._app = app

@@ -1,4 +1,5 @@
-"""The whole path below Ray: a real HTTP server, a real engine, and clients that come, read, stop and vanish."""
+"""The whole path below Ray: a real HTTP server, a real engine, and clients that come, read, stop
+and vanish."""
 
 import asyncio
 from typing import Any
@@ -21,7 +22,8 @@ async def stream_text(api: Api, body: dict[str, Any]) -> dict[int, str]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_streamed_and_whole_answers_agree(live: Api, temperature: float) -> None:
-    """Random tokens are full of half characters; each text must come out the same either way, torn nowhere."""
+    """Random tokens are full of half characters; each text must come out the same either way, torn
+    nowhere."""
     body: dict[str, Any] = {
         "prompt": ["One", "Two two", "Three"], "n": 2, "max_tokens": 40, "temperature": temperature, "seed": 5,
     }  # fmt: skip
@@ -114,7 +116,8 @@ async def test_a_client_that_vanishes_frees_slot_and_blocks(live: Api) -> None:
 
 
 async def test_a_storm_of_vanishing_clients_leaves_nothing(live: Api) -> None:
-    """Before the first token, in the stream, while queued here or in the engine; some stay and are served."""
+    """Before the first token, in the stream, while queued here or in the engine; some stay and are
+    served."""
     gone = 0
 
     async def client(i: int) -> int:

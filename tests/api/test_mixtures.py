@@ -1,4 +1,5 @@
-"""Everything that a chat may ask for, in one request: a stream adds up to what the same request says at once."""
+"""Everything that a chat may ask for, in one request: a stream adds up to what the same request
+says at once."""
 
 import json
 from collections import defaultdict
@@ -124,6 +125,7 @@ async def test_streamed_and_whole_choices_agree(live: Api, monkeypatch: pytest.M
         for choice in told.values():
             check(choice)
         parts = await streamed(live, body)
-        for choice in (*told.values(), *parts.values()):  # a message that says nothing says it in two ways
+        # a message that says nothing says it in two ways
+        for choice in (*told.values(), *parts.values()):
             choice["message"] = {key: value for key, value in choice["message"].items() if value}
         assert parts == told

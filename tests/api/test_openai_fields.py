@@ -1,4 +1,5 @@
-"""Every field of the request types of OpenAI's package: honoured, ignored, or refused by name. The docs show the table.
+"""Every field of the request types of OpenAI's package: honoured, ignored, or refused by name. The
+docs show the table.
 
 The package is pinned, so that a new version's fields are decided on when it comes.
 """

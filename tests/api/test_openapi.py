@@ -1,4 +1,5 @@
-"""The OpenAPI document: what it says, and, by generated requests over real HTTP, whether the server does as it says."""
+"""The OpenAPI document: what it says, and, by generated requests over real HTTP, whether the server
+does as it says."""
 
 import json
 import re
@@ -25,7 +26,8 @@ from tests.api.services import ScriptedService
 @pytest.fixture
 def url(tokenizer: Tokenizer) -> Iterator[str]:
     """The API and the console behind a real HTTP server; what they answer is scripted."""
-    limits = make_limits(max_body_bytes=2**21)  # room for one message, or one call, more than may be
+    # room for one message, or one call, more than may be
+    limits = make_limits(max_body_bytes=2**21)
     app = create_app(ScriptedService(tokenizer), AsyncAdmissionQueue(256, 256), limits, Recorder())
 
     async def recordings(seconds: float) -> list[bytes]:
@@ -46,9 +48,11 @@ def url(tokenizer: Tokenizer) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_thousand_requests_are_answered_as_the_document_says(url: str, tmp_path: Path) -> None:
-    """The same ones each time: its examples, its limits and what is just beyond them, and random ones.
+    """The same ones each time: its examples, its limits and what is just beyond them, and random
+    ones.
 
-    What fits the document may be refused: it cannot say what fits together, nor what the context holds.
+    What fits the document may be refused: it cannot say what fits together, nor what the context
+    holds.
     """
     program = Path(sys.executable).with_name("schemathesis")
     how = "--phases examples,coverage,fuzzing --max-examples 10 --seed 1 --no-color --suppress-health-check all"

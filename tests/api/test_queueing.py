@@ -1,4 +1,5 @@
-"""The queue as clients meet it: whose request is whose, how long it may take, and what a refusal says."""
+"""The queue as clients meet it: whose request is whose, how long it may take, and what a refusal
+says."""
 
 import asyncio
 import time
@@ -55,7 +56,8 @@ NEXT = [
 
 @pytest.mark.parametrize(("fields", "next_fields", "taken"), NEXT)
 async def test_a_client_is_a_user(api: Api, fields: dict[str, Any], next_fields: dict[str, Any], taken: bool) -> None:
-    """A queue full of one client takes another's request, in the place of the newest, and none of the same client's."""
+    """A queue full of one client takes another's request, in the place of the newest, and none of
+    the same client's."""
     posts = await fill(api, **fields)
     another = post(api, **next_fields)
     refused: Post = posts[-1] if taken else another

@@ -1,4 +1,5 @@
-"""What agents and load tools send: a loop that finishes, and bodies as they were recorded or as their sources say."""
+"""What agents and load tools send: a loop that finishes, and bodies as they were recorded or as
+their sources say."""
 
 from typing import Any
 
@@ -47,8 +48,10 @@ STRICT = {
     "type": "object",
     "additionalProperties": False,
 }
-# openai-agents 0.24.0: recorded in a loop that finished over this API. The load tools' are what their sources make:
-# vLLM's endpoint_request_func.py, guidellm's request_handlers.py (003104dd), aiperf's endpoints/ (00a8e858).
+# openai-agents 0.24.0: recorded in a loop that finished over this API. The load tools' are what
+# their sources make:
+# vLLM's endpoint_request_func.py, guidellm's request_handlers.py (003104dd), aiperf's endpoints/
+# (00a8e858).
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-agents, responses": (
         "/v1/responses",

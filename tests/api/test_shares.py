@@ -1,4 +1,5 @@
-"""Open-loop load of three keys on the whole HTTP API, on a clock that jumps: shares by weight, a limit that is held."""
+"""Open-loop load of three keys on the whole HTTP API, on a clock that jumps: shares by weight, a
+limit that is held."""
 
 import asyncio
 import selectors
@@ -41,7 +42,8 @@ START = 1_790_000_000.0
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Waits for nothing: when all tasks wait, its clock jumps to the next moment that something is due."""
+    """Waits for nothing: when all tasks wait, its clock jumps to the next moment that something is
+    due."""
 
     def __init__(self) -> None:
         self.selector = _JumpingSelector()

@@ -1,4 +1,5 @@
-"""Tools and reasoning over the API, with OpenAI's client: a real engine of random weights, and scripted answers."""
+"""Tools and reasoning over the API, with OpenAI's client: a real engine of random weights, and
+scripted answers."""
 
 import json
 from typing import Any, Literal
@@ -53,7 +54,8 @@ def plain(choice: Any) -> dict[str, Any]:
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Ids of calls are the request's own; and a message that says nothing says it as null or as an empty text."""
+    """Ids of calls are the request's own; and a message that says nothing says it as null or as an
+    empty text."""
     return {**message, "calls": [call[1:] for call in message["calls"]], "content": message["content"] or ""}
 
 

@@ -1,4 +1,5 @@
-"""The chaos suite in short: three real replicas, struck from outside under load. `make chaos` runs all of it.
+"""The chaos suite in short: three real replicas, struck from outside under load. `make chaos` runs
+all of it.
 
 Not the proxy and the GCS, which `tests/launch/test_lost_processes.py` has. SIGTERM's is
 `tests/serving/test_sigterm.py`: it must be the last test of its fleet.

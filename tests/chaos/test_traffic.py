@@ -1,4 +1,5 @@
-"""The chaos suite's client: each way an answer can go wrong is told apart, and a lost or doubled token is seen."""
+"""The chaos suite's client: each way an answer can go wrong is told apart, and a lost or doubled
+token is seen."""
 
 import asyncio
 import json
@@ -45,8 +46,8 @@ OK = ("200 OK", 7, WHOLE)
 
 @asynccontextmanager
 async def answering(*answers: tuple[str, float, bytes]) -> AsyncIterator[str]:
-    """A server that gives these answers (status, seconds to come back after, body), the last one for good, and closes
-    each connection; yields its address."""
+    """A server that gives these answers (status, seconds to come back after, body), the last one
+    for good, and closes each connection; yields its address."""
     left = iter(answers)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

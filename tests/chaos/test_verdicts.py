@@ -92,7 +92,8 @@ def held(role: str, pid: int, born: int, until: int, rss_mib: float, per_s: floa
 
 
 def test_growth_is_that_of_one_process_or_of_its_successors_at_equal_age() -> None:
-    """A replica that is always younger later on has not shrunk, and one that grows with age alone is no leak."""
+    """A replica that is always younger later on has not shrunk, and one that grows with age alone
+    is no leak."""
     samples = [
         *held("controller", 1, 0, 3600, 100, 0.1),
         *held("proxy", 2, 0, 3600, 100, 0),

@@ -1,4 +1,5 @@
-"""A folder on a disk that is mounted read-only; the tests may run as root, whom modes do not stop."""
+"""A folder on a disk that is mounted read-only; the tests may run as root, whom modes do not
+stop."""
 
 import errno
 import os

@@ -1,4 +1,5 @@
-"""What is kept from one start to the next: made once, repaired, replaced; done without where the disk takes none."""
+"""What is kept from one start to the next: made once, repaired, replaced; done without where the
+disk takes none."""
 
 import logging
 import multiprocessing
@@ -88,7 +89,8 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing(
     tmp_path: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also beside a damaged entry, which cannot be removed. A temporary folder takes it, where one is asked for."""
+    """Also beside a damaged entry, which cannot be removed. A temporary folder takes it, where one
+    is asked for."""
     cache, kept = DiskCache(tmp_path / "cache", "kind"), Key(SOURCE, "kept", "1")
     for key in (KEY, kept):
         cache.get(key, maker.make, maker.read)

@@ -1,4 +1,5 @@
-"""A tiny model in a folder, as users have models: random weights, one token per printable ASCII character."""
+"""A tiny model in a folder, as users have models: random weights, one token per printable ASCII
+character."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""`serve-app bench`: named workloads against a server, and what two reports say about each other."""
+"""`serve-app bench`: named workloads against a server, and what two reports say about each
+other."""
 
 import asyncio
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""The console over two engines in this process, behind a real HTTP server; and a headless Chromium that looks at it.
+"""The console over two engines in this process, behind a real HTTP server; and a headless Chromium
+that looks at it.
 
-Without a Chromium on the machine (Debian: `apt-get install chromium`) the browser's tests are skipped and say so.
+Without a Chromium on the machine (Debian: `apt-get install chromium`) the browser's tests are
+skipped and say so.
 """
 
 import asyncio
@@ -49,7 +51,8 @@ KEYS = {"team-key": Tenant(name="team"), "admin-key": Tenant(name="boss", admin=
 
 
 class Pace:
-    """How long a step takes at least, so that a page which looks once a second sees one on any machine."""
+    """How long a step takes at least, so that a page which looks once a second sees one on any
+    machine."""
 
     step_s = 0.0
 
@@ -82,8 +85,8 @@ def small_engine(pace: Pace, vocab_size: int) -> tuple[EngineCore, StepRing]:
 class Engines:
     """`api.Service` over engines in this process, taken in turn.
 
-    `override` stands in for what they would say, over and over, or `answer`, once; replicas in `silent` tell nothing of
-    themselves.
+    `override` stands in for what they would say, over and over, or `answer`, once; replicas in
+    `silent` tell nothing of themselves.
     """
 
     engines: Sequence[StreamEngine]
@@ -254,7 +257,8 @@ def browser() -> Iterator["Browser"]:
 
 
 def is_complaint(message: "ConsoleMessage") -> bool:
-    """Whether the browser reports a fault of the page; that the server refused something is none."""
+    """Whether the browser reports a fault of the page; that the server refused something is
+    none."""
     refused = re.search(r"responded with a status of (400|401|403|503)", message.text)
     return message.type in ("error", "warning") and refused is None
 

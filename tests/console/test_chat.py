@@ -1,4 +1,5 @@
-"""The chat in a real browser: real streaming, real engines, branches, tools, keys, and what a hostile model says."""
+"""The chat in a real browser: real streaming, real engines, branches, tools, keys, and what a
+hostile model says."""
 
 import json
 import re
@@ -112,7 +113,8 @@ def test_markdown_is_rendered_and_code_is_copied(page: Page, service: Engines) -
 
 
 def test_a_hostile_model_achieves_nothing(page: Page, service: Engines) -> None:
-    """The page's fixture also fails for any request to elsewhere, any dialog and any complaint of the browser."""
+    """The page's fixture also fails for any request to elsewhere, any dialog and any complaint of
+    the browser."""
     service.answer = HOSTILE
     settle(page)
     ask(page, "<b>bold</b><img src=x onerror=alert(1)>")

@@ -1,4 +1,5 @@
-"""Conversations that a browser keeps: over reloads and tabs, renamed, deleted, exported, imported, and too many."""
+"""Conversations that a browser keeps: over reloads and tabs, renamed, deleted, exported, imported,
+and too many."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What stands around the chat, in a real browser: live batch, timeline, saved pictures, the API's page."""
+"""What stands around the chat, in a real browser: live batch, timeline, saved pictures, the API's
+page."""
 
 import json
 import re
@@ -46,7 +47,8 @@ def test_the_batch_and_the_timeline_move(page: Page) -> None:
 
 
 def test_a_step_that_is_told_twice_counts_once(page: Page) -> None:
-    """Each look asks for a little more than the time since the last one, so that nothing is missed."""
+    """Each look asks for a little more than the time since the last one, so that nothing is
+    missed."""
     run = record_run((9, 3, 5), (6, 12, 4), max_num_batched_tokens=6)
     now = time.time()
     records = tuple(replace(r, started_at=r.started_at - run.records[0].started_at + now - 1) for r in run.records)
@@ -172,7 +174,8 @@ def test_the_saved_picture_draws_under_its_own_policy(page: Page, console: Conso
 
 
 def test_the_saved_picture_shows_every_kind_of_event_from_disk(page: Page, tmp_path: Path) -> None:
-    """Preempted, moved here, gate closed: each has a colour of its own, and the words say the same."""
+    """Preempted, moved here, gate closed: each has a colour of its own, and the words say the
+    same."""
     recording = record_run((9, 3, 5), (6, 12, 4), ("one.1", "two.1", "three.2"), max_num_batched_tokens=6, num_blocks=6)
     records = [replace(record, gate_open=i != 4) for i, record in enumerate(recording.records)]
     path = tmp_path / "picture.html"

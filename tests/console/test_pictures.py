@@ -1,6 +1,7 @@
 """The pictures of the console in docs/, taken from the page as it is.
 
-`PICTURES=docs pytest tests/console/test_pictures.py` puts them there; otherwise they are only taken.
+`PICTURES=docs pytest tests/console/test_pictures.py` puts them there; otherwise they are only
+taken.
 """
 
 import os

@@ -1,9 +1,12 @@
-"""A model without a network: its "KV" of a token is a hash of the whole prefix, read through the block table.
+"""A model without a network: its "KV" of a token is a hash of the whole prefix, read through the
+block table.
 
-Like attention it sees only what the blocks hold; unlike attention it notices at once when a block holds anything but
-the row's own prefix. Its next token is a pure function of (prefix, choice), so every way of scheduling must agree with
-`expected_output`, which knows no scheduler. It repeats itself most of the time, so that drafts are often right.
-Rows with a grammar sit out one time in four, and say what will follow, which is true most of the time.
+Like attention it sees only what the blocks hold; unlike attention it notices at once when a block
+holds anything but the row's own prefix. Its next token is a pure function of (prefix, choice), so
+every way of scheduling must agree with `expected_output`, which knows no scheduler. It repeats
+itself most of the time, so that drafts are often right.
+Rows with a grammar sit out one time in four, and say what will follow, which is true most of the
+time.
 """
 
 import pickle
@@ -68,7 +71,8 @@ class FakeRunner:
         self.config = config
         self.num_slots = config.max_num_seqs
         self.slots: dict[int, _Slot] = {}
-        self.cells: dict[tuple[int, int], int] = {}  # (block id, offset) -> hash of the prefix that ends there
+        # (block id, offset) -> hash of the prefix that ends there
+        self.cells: dict[tuple[int, int], int] = {}
 
     def execute(self, output: SchedulerOutput, failing: Collection[int] = ()) -> ModelRunnerOutput:
         self._check_limits(output)
@@ -214,10 +218,11 @@ class Stream:
 
 
 class Driver:
-    """A scheduler, a runner and the readers of all streams; checks the scheduler's state after every call.
+    """A scheduler, a runner and the readers of all streams; checks the scheduler's state after
+    every call.
 
-    Every call also goes to a twin: same calls, same outputs. With `overlap` a step is planned and run before the one
-    before it is committed.
+    Every call also goes to a twin: same calls, same outputs. With `overlap` a step is planned and
+    run before the one before it is committed.
     """
 
     def __init__(self, config: SchedulerConfig, *, overlap: bool = False) -> None:
@@ -257,7 +262,8 @@ class Driver:
         failing: Callable[[SchedulerOutput], Collection[int]] = lambda output: (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> SchedulerOutput:
-        """Plan and run a step, and commit it, or with overlap the one before; `meanwhile` runs while in flight."""
+        """Plan and run a step, and commit it, or with overlap the one before; `meanwhile` runs
+        while in flight."""
         named = set(self.scheduler._kv.prefix_cache._blocks)
         output = self.scheduler.schedule(self.now)
         assert self.twin.schedule(self.now) == output

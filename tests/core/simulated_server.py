@@ -24,7 +24,8 @@ class _Request(Entry):
 class SimulatedServer:
     """`places` servers with exponential service times; Poisson arrivals of requests.
 
-    A part of the refused clients comes back after `Retry-After` and up to `late_s` more, until it is admitted.
+    A part of the refused clients comes back after `Retry-After` and up to `late_s` more, until it
+    is admitted.
     """
 
     places: int

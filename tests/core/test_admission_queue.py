@@ -105,7 +105,8 @@ def test_the_newest_of_the_longest_line_gives_way() -> None:
 
 
 def test_what_cannot_be_in_time_is_refused_at_once() -> None:
-    queue = busy_queue(max_ongoing=2, max_queued=100, seconds_each=4.0)  # two places: one turn every two seconds
+    # two places: one turn every two seconds
+    queue = busy_queue(max_ongoing=2, max_queued=100, seconds_each=4.0)
     add(queue, 2 + 10)
     refused = refusal(queue, wait=19)
     assert (refused.message, refused.code) == (
@@ -135,7 +136,8 @@ def test_retry_after_is_the_time_in_which_the_queue_is_served() -> None:
 def test_one_request_has_at_most_half_of_the_queue(
     max_ongoing: int, max_queued: int, before: list[int], count: int, cost: int
 ) -> None:
-    """However its sequences are made up of prompts and choices; what goes on at once waits for nothing."""
+    """However its sequences are made up of prompts and choices; what goes on at once waits for
+    nothing."""
     queue: Queue = AdmissionQueue(max_ongoing, max_queued)
     with contextlib.suppress(OverloadedError, InvalidRequestError):
         for each in before:

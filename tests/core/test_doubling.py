@@ -1,4 +1,5 @@
-"""Doubling: the largest number that is borne, and no single disturbed measurement that makes it smaller."""
+"""Doubling: the largest number that is borne, and no single disturbed measurement that makes it
+smaller."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""What a draft must be worth: a share of a step that is measured, and sensible whatever the measurements were."""
+"""What a draft must be worth: a share of a step that is measured, and sensible whatever the
+measurements were."""
 
 from collections.abc import Callable
 
@@ -36,7 +37,8 @@ def test_unmeasured_drafts_are_for_few_and_with_overlap_for_nobody() -> None:
     rows=st.integers(1, 256),
 )
 def test_whatever_was_measured(most: int, tokens: int, steps_s: list[float], rows: int) -> None:
-    """No step is measured that cannot occur, none after a slow one, and a draft is never for nothing."""
+    """No step is measured that cannot occur, none after a slow one, and a draft is never for
+    nothing."""
     measured: list[tuple[int, int]] = []
 
     def step_s(num_rows: int, num_drafts: int) -> float:

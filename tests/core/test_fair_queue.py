@@ -1,4 +1,5 @@
-"""The order of service, held against what fairness promises rather than against another implementation."""
+"""The order of service, held against what fairness promises rather than against another
+implementation."""
 
 import math
 from collections import defaultdict
@@ -231,7 +232,8 @@ def test_no_more_is_ahead_of_a_weighted_tenant_than_estimated() -> None:
 
 @pytest.mark.parametrize("num_users", [1, 400])
 def test_strangers_displace_no_tenant(num_users: int) -> None:
-    """400 requests of strangers, who may call themselves anything, beside 60 that a tenant has waiting."""
+    """400 requests of strangers, who may call themselves anything, beside 60 that a tenant has
+    waiting."""
     queue: AdmissionQueue[Entry] = AdmissionQueue(32, 128)
     tenant = [Entry(("team", "")) for _ in range(60)]
     for i in range(32):

@@ -81,7 +81,8 @@ def test_another_choice_shares_what_runs_rather_than_what_is_only_cached() -> No
 
 
 def test_where_a_longer_published_prefix_does_not_fit_another_choice_starts_from_its_leader() -> None:
-    """The published blocks are another copy: the leader computed the same tokens at the same time."""
+    """The published blocks are another copy: the leader computed the same tokens at the same
+    time."""
     kv = KVCacheManager(CONFIG)
     request = EngineRequest("a", (1, 2, 3, 4, 5), SamplingParams(max_tokens=4, n=2))
     leader, choice = make_choices(request, CONFIG, 0, 0.0)

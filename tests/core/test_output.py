@@ -6,7 +6,8 @@ from serve_app.core.results import EMBEDDING, LOGPROBS, NO_RESULTS, FinishReason
 
 @st.composite
 def steps_of_a_choice(draw: st.DrawFn, choice: int) -> list[TokenDelta]:
-    """Its deltas step by step: first what was cached and the prompt's log-probabilities, last why it ended."""
+    """Its deltas step by step: first what was cached and the prompt's log-probabilities, last why
+    it ended."""
     sizes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     deltas, offset = [], draw(st.integers(0, 5))
     for i, size in enumerate(sizes):

@@ -1,4 +1,5 @@
-"""Planning a step while the one before it is in flight: what goes on with an unknown token, and what has to wait."""
+"""Planning a step while the one before it is in flight: what goes on with an unknown token, and
+what has to wait."""
 
 import pytest
 
@@ -175,7 +176,8 @@ def test_steps_whose_results_never_come_take_their_requests_with_them(num_in_fli
 
 
 def test_rows_whose_tokens_a_grammar_decides_go_on_like_others() -> None:
-    """And say that they are to be sampled after the commit. A bad word of one token needs nothing of the kind."""
+    """And say that they are to be sampled after the commit. A bad word of one token needs nothing
+    of the kind."""
     driver = Driver(make_config(), overlap=True)
     workload = [
         make_request("plain", max_tokens=6),
@@ -189,7 +191,8 @@ def test_rows_whose_tokens_a_grammar_decides_go_on_like_others() -> None:
 
 
 def test_a_row_that_sits_out_is_computed_again_in_the_next_step() -> None:
-    """Without waiting for a commit: every start is planned once, and once more where the row sat out."""
+    """Without waiting for a commit: every start is planned once, and once more where the row sat
+    out."""
     driver = Driver(make_config(), overlap=True)
     request = make_request("a", max_tokens=20, grammar="any", ignore_eos=False)
     driver.run(request)

@@ -1,4 +1,5 @@
-"""The whole queue simulated at ten times its capacity, with clients that come back when they are told to."""
+"""The whole queue simulated at ten times its capacity, with clients that come back when they are
+told to."""
 
 from typing import Any
 

@@ -10,7 +10,8 @@ COST = 0.15
 
 
 def search(token_ids: list[int], count: int) -> tuple[int, ...]:
-    """What followed the last earlier occurrence of the longest end of the text that has one, again and again."""
+    """What followed the last earlier occurrence of the longest end of the text that has one, again
+    and again."""
     for length in range(MAX_MATCH, 0, -1):
         for end in range(len(token_ids) - 1, length - 1, -1):
             if token_ids[end - length : end] == token_ids[-length:]:
@@ -63,7 +64,8 @@ def test_what_costs_more_must_be_likelier() -> None:
 
 
 def grow(lookup: PromptLookup, token_ids: list[int], news: list[int]) -> list[tuple[int, int]]:
-    """Append `news` as an engine would, right guesses at once; of every guess the length, and how much was right."""
+    """Append `news` as an engine would, right guesses at once; of every guess the length, and how
+    much was right."""
     guesses, target = [], [*token_ids, *news]
     while len(token_ids) < len(target):
         guess = lookup.propose(token_ids, 7, COST)

@@ -1,4 +1,5 @@
-"""Knobs that change while requests run: what happens at once, what is refused, and that nobody loses a token."""
+"""Knobs that change while requests run: what happens at once, what is refused, and that nobody
+loses a token."""
 
 from typing import Any
 

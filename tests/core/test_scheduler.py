@@ -245,7 +245,8 @@ def test_forks_fall_back_to_the_prefix_cache_when_the_first_choice_is_gone() -> 
 
 def test_only_the_first_choice_reports_the_prompt() -> None:
     driver = Driver(make_config(num_blocks=13))
-    request = make_request("a", 9, max_tokens=1, n=3, prompt_logprobs=0)  # choices 1 and 2 cannot fork
+    # choices 1 and 2 cannot fork
+    request = make_request("a", 9, max_tokens=1, n=3, prompt_logprobs=0)
     driver.run(request)
     driver.check_outputs(request)
 
@@ -445,7 +446,8 @@ def test_the_rest_of_a_group_starts_before_who_came_after_it() -> None:
 
 
 def steps_between_decodes(driver: Driver, arrivals: Callable[[int], list[EngineRequest]]) -> int:
-    """The most steps that a running request waits for its next token while `arrivals(step)` come."""
+    """The most steps that a running request waits for its next token while `arrivals(step)`
+    come."""
     driver.add(make_request("victim", 3, max_tokens=40))
     driver.step()
     last = longest = 0

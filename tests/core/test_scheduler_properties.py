@@ -1,4 +1,5 @@
-"""The scheduler's invariants under arbitrary workloads, against a model that notices any wrong block."""
+"""The scheduler's invariants under arbitrary workloads, against a model that notices any wrong
+block."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -119,9 +120,10 @@ class WatchfulDriver(Driver):
         return super().step(check, meanwhile)
 
     def _check_room(self, output: SchedulerOutput, last_of_group: int) -> None:
-        """The one excuse, with separate prefill: somebody has started since the last decodes, so that these come before
-        another group, and before any more than `max_num_seqs` starts. They come in this step, or after the prefills
-        that it goes on with; the step after them has no excuse."""
+        """The one excuse, with separate prefill: somebody has started since the last decodes, so
+        that these come before another group, and before any more than `max_num_seqs` starts. They
+        come in this step, or after the prefills that it goes on with; the step after them has no
+        excuse."""
         config, started = self.config, self.starts_since_decodes + len(output.admitted)
         last_of_group = max(last_of_group, self.scheduler._gate._last_of_group)
         newcomer = self.scheduler._queue.new_head
@@ -192,7 +194,8 @@ def test_failover_after_any_step_changes_no_token(
         if all(stream.finish_reason is not None for stream in streams):
             continue
         second.add(replace(request, prior_output_ids=tuple(tuple(stream.token_ids) for stream in streams)))
-        # `add` made new streams from the prior tokens; prompt logprobs come again only if no output had come.
+        # `add` made new streams from the prior tokens; prompt logprobs come again only if no output
+        # had come.
         if streams[0].token_ids:
             second.streams[keys[0]].prompt_logprobs = streams[0].prompt_logprobs
     second.drain()
@@ -200,8 +203,8 @@ def test_failover_after_any_step_changes_no_token(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts (also with a step in flight), failing rows, other knobs and passing time, in any order; with and
-    without a step that is always in flight."""
+    """Arrivals, aborts (also with a step in flight), failing rows, other knobs and passing time, in
+    any order; with and without a step that is always in flight."""
 
     driver: Driver
 
@@ -246,7 +249,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), again=st.booleans())
     def abort_in_flight(self, data: st.DataObject, again: bool) -> None:
-        """The aborted id may even come back before the step returns: it must not inherit anything."""
+        """The aborted id may even come back before the step returns: it must not inherit
+        anything."""
         request = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
 
         def meanwhile() -> None:

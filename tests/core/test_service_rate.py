@@ -38,4 +38,5 @@ def test_retry_after_is_spread_and_bounded(estimate: float, low: float, high: fl
 def test_a_burst_of_refusals_does_not_come_back_as_a_burst() -> None:
     retry_after = RetryAfter()
     told = [math.floor(retry_after.spread(1000.0)) for _ in range(400)]
-    assert max(told.count(second) for second in range(61)) <= 1.5 * 400 / 20  # 20 seconds, from 40 to 60
+    # 20 seconds, from 40 to 60
+    assert max(told.count(second) for second in range(61)) <= 1.5 * 400 / 20

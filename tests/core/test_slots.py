@@ -1,4 +1,5 @@
-"""The number of sequences at once: within its limits whatever was measured, and what a few measurements mean."""
+"""The number of sequences at once: within its limits whatever was measured, and what a few
+measurements mean."""
 
 from collections.abc import Callable
 
@@ -53,7 +54,8 @@ def test_the_number_is_within_its_limits_whatever_was_measured(
         (linear(2.0, 0.1), MAX_SLOTS),
         (linear(80.0, 4.0), MIN_SLOTS),  # 32 rows would take 208 ms
         (linear(400.0, 1.0), MIN_SLOTS),  # even these are slow
-        (linear(0.0, 1.2), 128),  # a row costs the same with any number beside it: 128 rows take 154 ms
+        # a row costs the same with any number beside it: 128 rows take 154 ms
+        (linear(0.0, 1.2), 128),
         (lambda rows: 1e-5 * rows**2, MIN_SLOTS),  # 32 rows give half the tokens a second
         (None, MAX_SLOTS),
     ],

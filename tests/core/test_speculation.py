@@ -55,7 +55,8 @@ def test_accepted_drafts_save_steps_and_change_nothing() -> None:
     ("draft_s", "most_decodes"), [(0.01, 6), (0.24, 4), (2.0, 0)], ids=["cheap", "as long as few decode", "dear"]
 )
 def test_the_more_decode_the_surer_drafts_must_be(draft_s: float, most_decodes: int) -> None:
-    """A step takes a second here, so that with 6 decodes a draft of 0.24 s would have to be surer than sure."""
+    """A step takes a second here, so that with 6 decodes a draft of 0.24 s would have to be surer
+    than sure."""
     driver = Driver(make_config(draft_cost=DraftCost(draft_s=(draft_s,))))
     requests = [make_request(name, 20 + 8 * i) for i, name in enumerate("abcdef")]
     driver.run(*requests)

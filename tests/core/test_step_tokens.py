@@ -1,4 +1,5 @@
-"""The tokens of a step: within their limits whatever was measured, and what a few measurements mean."""
+"""The tokens of a step: within their limits whatever was measured, and what a few measurements
+mean."""
 
 from collections.abc import Callable
 

@@ -24,7 +24,8 @@ class StreamEngine(AsyncEngine):
         return engine
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """One item per flush that has outputs of the request; raises what ends it. Closing it aborts the request."""
+        """One item per flush that has outputs of the request; raises what ends it. Closing it
+        aborts the request."""
         name, reader, ended = request.request_id, asyncio.Queue[RequestOutputs](), False
         self.submit(request)
         self._readers[name] = reader

@@ -113,7 +113,8 @@ async def test_outputs_of_many_between_first_and_last_become_one_delta(
     engine = await StreamEngine.start_with(lambda: EngineCore(tiny_llama, SMALL), stream_interval_s=60.0)
     request = make_request("r", max_tokens=6, n=16, logprobs=1)
     items = [news async for news in engine.generate(request)]
-    # At the latest when the first has begun, the others have (which they do a step later), and each has ended.
+    # At the latest when the first has begun, the others have (which they do a step later), and each
+    # has ended.
     assert len(items) <= 4
     joined = [delta for news in items for delta in news]
     assert all(len({delta.choice for delta in news}) == len(news) for news in items)
@@ -146,7 +147,8 @@ async def test_outputs_wait_no_longer_than_they_may(tiny_llama: PagedModel, choi
 
 
 async def test_cancelled_at_any_time_leaks_nothing(tiny_engine: StreamEngine) -> None:
-    """More requests than seats, so that some are cancelled while they wait, some in prefill, some in decode."""
+    """More requests than seats, so that some are cancelled while they wait, some in prefill, some
+    in decode."""
     rng = random.Random(4)
 
     async def some(name: str, items: int) -> None:
@@ -261,7 +263,8 @@ async def test_a_full_queue_refuses(tiny_llama: PagedModel) -> None:
 
 @pytest.fixture
 def poisoned(tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch) -> PagedModel:
-    """The model fails on every packed row that holds the token POISON, as a kernel would that dislikes one shape."""
+    """The model fails on every packed row that holds the token POISON, as a kernel would that
+    dislikes one shape."""
     forward = tiny_llama.forward
 
     def fail_on_poison(input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

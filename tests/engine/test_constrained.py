@@ -1,5 +1,5 @@
-"""Constrained requests: valid by construction, and bitwise the same whatever happens around them and to them, on a
-random model whose vocabulary spells JSON."""
+"""Constrained requests: valid by construction, and bitwise the same whatever happens around them
+and to them, on a random model whose vocabulary spells JSON."""
 
 import importlib.util
 import json
@@ -54,7 +54,8 @@ _PIECES = [
 
 
 def _tokens() -> list[bytes]:
-    """0 and 1 are control tokens, then every printable character, then pieces of several, then bytes of no text."""
+    """0 and 1 are control tokens, then every printable character, then pieces of several, then
+    bytes of no text."""
     texts = [chr(code) for code in range(0x20, 0x7F)] + _PIECES
     tokens = [b"<pad>", b"<eos>", *(text.encode() for text in texts)]
     return tokens + [bytes([0x80 + i]) for i in range(VOCAB_SIZE - len(tokens))]
@@ -239,7 +240,8 @@ def on_device(model: PagedModel) -> DeviceSampler:
 
 
 def streams(count: int, max_tokens: int) -> list[EngineRequest]:
-    """As many tokens each: two plain ones, one with a grammar that forces nothing, one with a bad word, and so on."""
+    """As many tokens each: two plain ones, one with a grammar that forces nothing, one with a bad
+    word, and so on."""
     kinds: list[dict[str, Any]] = [
         {"ignore_eos": True},
         {"grammar": grammars.regex("[a-z]{60,80}")},
@@ -259,7 +261,8 @@ def test_constrained_streams_keep_their_pace_beside_plain_ones_under_overlap(
     """One token in every step, though what they may sample follows from a token in flight."""
     tokens = 50 if sampler == "host" else 20
     workload = streams(4, tokens)
-    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 60.0)  # as on a machine that has nothing else to do
+    # as on a machine that has nothing else to do
+    monkeypatch.setattr(grammar_masks, "_PATIENCE_S", 60.0)
     expected = Harness(model, vocabulary=VOCABULARY, overlap="off", speculation="off").run(workload)
     if sampler == "device":
         monkeypatch.setattr(model, "_sampler", on_device(model))

@@ -32,7 +32,8 @@ def make_request(name: str, length: int = 20, max_tokens: int = 4, **fields: obj
 def test_the_pool_takes_what_the_cap_allows(tiny_llama: PagedModel) -> None:
     block = tiny_llama.kv_bytes_per_block()
     core = EngineCore(tiny_llama, EngineConfig(kv_cache_gib=100 * block / GIB))
-    assert core.stats().blocks_total == 98  # the null block, and one that the runner keeps for itself
+    # the null block, and one that the runner keeps for itself
+    assert core.stats().blocks_total == 98
     assert core.info.num_blocks == 99
 
 
@@ -154,7 +155,8 @@ def test_a_step_leaves_a_record(tiny_llama: PagedModel) -> None:
 
 
 def test_a_record_says_what_the_step_had_to_read_and_compute() -> None:
-    """Counted by hand for a model of known sizes; a linear layer of 64 x 200 stands for the head and the embedding."""
+    """Counted by hand for a model of known sizes; a linear layer of 64 x 200 stands for the head
+    and the embedding."""
     module = tiny_model("llama", torch.float32)
     layers = sum(p.numel() for name, p in module.named_parameters() if name.startswith("model.layers"))
     config = module.config
@@ -249,7 +251,8 @@ def _interrupted(*_: object) -> None:
 def test_a_step_that_fails_at_its_very_end_is_run_again_with_the_same_tokens(
     tiny_llama: PagedModel, overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory may run out wherever something is allocated: what is sampled must not have moved on."""
+    """The memory may run out wherever something is allocated: what is sampled must not have moved
+    on."""
 
     requests = [make_request(name, max_tokens=20) for name in ("a", "b")]
     expected = Harness(tiny_llama, speculation="off").run(requests).outcomes

@@ -1,4 +1,5 @@
-"""Embeddings equal what transformers computes, whatever happens around them, and change nothing for those beside."""
+"""Embeddings equal what transformers computes, whatever happens around them, and change nothing for
+those beside."""
 
 import json
 from pathlib import Path
@@ -147,9 +148,11 @@ def test_a_prompt_may_fill_the_context() -> None:
         harness.core.add(request(65, "mean"))
 
 
-# ------------------------------------------------------------------------------------------ checkpoints
+# ------------------------------------------------------------------------------------------
+# checkpoints
 def embedding_folder(path: Path, modules: object, pooling: object, *, tied: bool = True) -> Path:
-    """As Qwen3-Embedding comes: a Qwen3 without a head, a tokenizer that ends texts, and the pooling."""
+    """As Qwen3-Embedding comes: a Qwen3 without a head, a tokenizer that ends texts, and the
+    pooling."""
     tiny_model("qwen3", torch.float32, tie_word_embeddings=tied, vocab_size=291).base_model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))

@@ -1,4 +1,5 @@
-"""Which tokens end a text: those of config, generation config, tokenizer and chat template together."""
+"""Which tokens end a text: those of config, generation config, tokenizer and chat template
+together."""
 
 import json
 from collections.abc import AsyncIterator
@@ -58,7 +59,8 @@ def module() -> Any:
 def save(
     folder: Path, module: Any, *, config: Any = None, generation: Any = None, eos: str | None = None, template: bool
 ) -> Path:
-    """A model's folder whose files name these ends. config, generation: their `eos_token_id`; "" is not there."""
+    """A model's folder whose files name these ends. config, generation: their `eos_token_id`; "" is
+    not there."""
     module.save_pretrained(folder)
     load_tokenizer("default")._tokenizer.save_pretrained(folder)
     for name, value in (("config.json", config), ("generation_config.json", generation)):

@@ -1,5 +1,7 @@
-"""A request's tokens and log-probabilities are bitwise the same whatever happens around it and to it, on the real
-model in float32: alone, batched, chunked, preempted, with a cached prefix, continued after a failover."""
+"""A request's tokens and log-probabilities are bitwise the same whatever happens around it and to
+it, on the real
+model in float32: alone, batched, chunked, preempted, with a cached prefix, continued after a
+failover."""
 
 from dataclasses import replace
 
@@ -59,7 +61,8 @@ def crowd(prompt: list[int], count: int) -> list[EngineRequest]:
 
 
 def signature(outcomes: dict[tuple[str, int], Outcome], name: str) -> list[tuple[list[int], list[object], object]]:
-    """Everything that a client sees; comparing floats with == compares them bitwise (none is nan or -0)."""
+    """Everything that a client sees; comparing floats with == compares them bitwise (none is nan or
+    -0)."""
     return [
         (outcome.token_ids, list(outcome.logprobs), outcome.finish_reason)
         for (request_id, _), outcome in sorted(outcomes.items())
@@ -121,7 +124,8 @@ def test_preempted(
     order: int,
     victims: set[str],
 ) -> None:
-    """A pool for two or three requests (which takes a short context): the victims lose their blocks in mid-output."""
+    """A pool for two or three requests (which takes a short context): the victims lose their blocks
+    in mid-output."""
     monkeypatch.setattr(default_model, "max_model_len", 96)
     run = Harness(default_model, num_blocks=num_blocks).run(subjects(prompt)[::order])
     assert victims <= {request_id for record in run.records for request_id, _ in record.preempted}

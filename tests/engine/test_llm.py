@@ -28,7 +28,8 @@ def llm(default_model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def folder(path: Path, vocab_size: int) -> Path:
-    """A tiny model with so many logits and a tokenizer of 291 ids that writes word starts as "▁"."""
+    """A tiny model with so many logits and a tokenizer of 291 ids that writes word starts as
+    "▁"."""
     model = tiny_model("llama", torch.float32)
     model.resize_token_embeddings(vocab_size)
     model.save_pretrained(path)
@@ -88,7 +89,8 @@ def test_the_end_token_is_not_text(llm: LLM) -> None:
 
 
 def test_text_is_what_a_server_shows(tmp_path: Path) -> None:
-    """The first word keeps the space between it and the prompt, and a stop token says "end" only."""
+    """The first word keeps the space between it and the prompt, and a stop token says "end"
+    only."""
     llm = LLM(str(folder(tmp_path, 291)), kv_cache_gib=0.01)
     (world,) = llm.tokenizer.encode("world")
     params = SamplingParams(temperature=0.0, logit_bias=((world, 100.0),), max_tokens=2)
@@ -135,7 +137,8 @@ def test_a_refused_prompt_runs_nothing(llm: LLM) -> None:
 def test_a_failing_prompt_costs_nobody_else(
     llm: LLM, default_model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model fails on every packed row that holds token 9, as a kernel would that dislikes one shape."""
+    """The model fails on every packed row that holds token 9, as a kernel would that dislikes one
+    shape."""
     forward = default_model.forward
 
     def fail_on_9(input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

@@ -1,5 +1,5 @@
-"""With overlap every request's tokens, log-probabilities and end are bitwise those without, on real models and the real
-runner, whatever happens to the request meanwhile."""
+"""With overlap every request's tokens, log-probabilities and end are bitwise those without, on real
+models and the real runner, whatever happens to the request meanwhile."""
 
 import importlib.util
 from dataclasses import replace
@@ -127,7 +127,8 @@ def test_aborts_with_a_step_in_flight(tiny_llama: PagedModel) -> None:
 
 
 def test_a_slot_changes_hands_while_its_last_row_is_in_flight(tiny_llama: PagedModel) -> None:
-    """One slot: whoever ends by a stop token leaves a row in flight, and the next one starts in the same slot."""
+    """One slot: whoever ends by a stop token leaves a row in flight, and the next one starts in the
+    same slot."""
     base = subjects()[1]
     first = Harness(tiny_llama, speculation="off").run([base]).outcomes["seeded", 0].token_ids
     stops = [
@@ -192,7 +193,8 @@ def test_not_a_number_is_said_of_a_row_whose_next_one_is_in_flight(
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the sampling kernels need Triton")
 @pytest.mark.usefixtures("cheap_drafts")
 def test_penalties_are_counted_where_tokens_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels, whose tokens the host reads a step late; where drafts stand before a place, with them."""
+    """By the kernels, whose tokens the host reads a step late; where drafts stand before a place,
+    with them."""
     hot = {"frequency_penalty": 1.0, "presence_penalty": 0.3, "repetition_penalty": 1.3, "max_tokens": 14}
     circling = {"temperature": 0.0, "max_tokens": 12, "logit_bias": ((9, 60.0), (8, 60.0)), "frequency_penalty": 2.0}
     workload = [

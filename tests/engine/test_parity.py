@@ -75,7 +75,8 @@ def test_chunked(subject: Subject) -> None:
 
 
 def test_preempted(subject: Subject) -> None:
-    # Without drafts, with which some end before they need the last blocks; see test_speculation for both at once.
+    # Without drafts, with which some end before they need the last blocks; see test_speculation for
+    # both at once.
     run = Harness(subject.model, num_blocks=CONTEXT // 16 + 2, speculation="off").run(subject.requests())
     subject.check(run)
     assert run.num_preemptions > 0
@@ -120,8 +121,8 @@ TEXTS = [
 
 
 def test_default_model(default_model: PagedModel, default_module: Any) -> None:
-    """20 prompts on the real model in float32. The closest its two best tokens come in them is 0.02, which no rounding
-    bridges."""
+    """20 prompts on the real model in float32. The closest its two best tokens come in them is
+    0.02, which no rounding bridges."""
     tokenizer = load_tokenizer("default")
     prompts = [tokenizer.encode(text) for text in TEXTS[:10]]
     prompts += [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in TEXTS[10:]]

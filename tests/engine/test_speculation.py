@@ -1,5 +1,6 @@
-"""With draft tokens every request's tokens, log-probabilities and end are bitwise those without, on real models: the C
-kernels in both modes and plain torch, alone and among others, and whatever happens to the request meanwhile.
+"""With draft tokens every request's tokens, log-probabilities and end are bitwise those without, on
+real models: the C kernels in both modes and plain torch, alone and among others, and whatever
+happens to the request meanwhile.
 
 Drafts are taken to be cheap here, so that how many there are depends on no clock.
 """
@@ -103,7 +104,8 @@ def test_alone(model: PagedModel, plain: dict[tuple[str, int], Outcome]) -> None
 
 
 def test_the_default_model_copies(default_model: PagedModel) -> None:
-    """Its heads, groups and tables of several blocks; penalties come and go with what is accepted."""
+    """Its heads, groups and tables of several blocks; penalties come and go with what is
+    accepted."""
     text = " red, green, blue, yellow, black, white, red, green, blue, yellow, black, white, red,"
     prompt = tuple(load_tokenizer("default").encode(f"Again and again:{text}{text}{text}"))
     greedy = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)
@@ -169,7 +171,8 @@ def test_an_abort_in_mid_speculation_leaves_nothing(tiny_llama: PagedModel) -> N
 def test_what_fails_behind_a_draft_is_none_of_its_concern(
     tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits after drafts that are not numbers end the draft, not the request, which never asked for them."""
+    """Logits after drafts that are not numbers end the draft, not the request, which never asked
+    for them."""
     request = subjects()[0]
     expected = Harness(tiny_llama, speculation="off").run([request]).outcomes
     harness = Harness(tiny_llama)

@@ -1,4 +1,5 @@
-"""The tiny model for every experiment: one thread, float32, where the counts are the same as in any other dtype."""
+"""The tiny model for every experiment: one thread, float32, where the counts are the same as in any
+other dtype."""
 
 from pathlib import Path
 

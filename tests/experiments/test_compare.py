@@ -1,4 +1,5 @@
-"""`serve-app compare` on a tiny model in float64, where no near-tie can decide: counts, equality and figures."""
+"""`serve-app compare` on a tiny model in float64, where no near-tie can decide: counts, equality
+and figures."""
 
 import heapq
 import json
@@ -231,7 +232,8 @@ def test_only_padding_computes_more_than_was_asked_for(job: CompareJob, results:
 
 
 def test_merging_and_filtering_copy_what_they_keep(tiny_folder: Path) -> None:
-    """Prompts of 2 and 4 tokens, two slots: the cache holds 2 x columns, and after a row's end what is left of it."""
+    """Prompts of 2 and 4 tokens, two slots: the cache holds 2 x columns, and after a row's end what
+    is left of it."""
     steps: list[PaddedStep] = []
     engine = PaddedContinuousEngine(load_causal_lm(str(tiny_folder), "float64", "cpu"), 2, lambda _: None, steps.append)
     for name, prompt, cap in (("a", (5, 6), 3), ("b", (7, 8, 9, 10), 2), ("c", (11,), 1)):
@@ -242,12 +244,14 @@ def test_merging_and_filtering_copy_what_they_keep(tiny_folder: Path) -> None:
     assert [(step.computed, step.wanted) for step in steps] == [(8, 6), (2, 2), (1, 1), (1, 1)]
     assert [(step.held, step.used) for step in steps] == [(8, 6), (10, 8), (6, 4), (4, 4)]
     assert [step.appended_bytes // column for step in steps] == [0, 8, 0, 3]
-    # b ends: a's row is copied, without the two columns of padding. c joins (2 rows of 3), and ends at once.
+    # b ends: a's row is copied, without the two columns of padding. c joins (2 rows of 3), and ends
+    # at once.
     assert [step.moved_bytes // column for step in steps] == [0, 3, 6 + 3, 0]
 
 
 def test_events_tell_who_took_and_left_which_slot(results: dict[Mode, Measurement]) -> None:
-    """Caps 1, 2, 5, 3, 4, 2 twice in 4 slots: the first request ends in the step in which it came."""
+    """Caps 1, 2, 5, 3, 4, 2 twice in 4 slots: the first request ends in the step in which it
+    came."""
     lines = events(results[Mode.CONTINUOUS])
     assert len(lines) == 2 * len(CAPS_IN_ORDER)
     assert lines[:4] == [f"++ [step 0] slot {slot} <- request {slot}" for slot in range(4)]

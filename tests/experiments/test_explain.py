@@ -21,7 +21,8 @@ def record(*rows: ScheduledRequest) -> StepRecord:
 
 @pytest.fixture
 def step() -> PackedStep:
-    """A decodes its third token; B reads prompt tokens 1 and 2 of 4, the first being in the cache already."""
+    """A decodes its third token; B reads prompt tokens 1 and 2 of 4, the first being in the cache
+    already."""
     rows = (
         ScheduledRequest(0, "A", 0, 2, 1, (), True, False),
         ScheduledRequest(1, "B", 0, 1, 2, (), False, True),
@@ -90,7 +91,8 @@ def test_missing_tokens_are_an_error() -> None:
 
 
 def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
-    """One token per character, so the step holds two decodes, one whole prompt and a part of another."""
+    """One token per character, so the step holds two decodes, one whole prompt and a part of
+    another."""
     png, json_file = tmp_path / "mask.png", tmp_path / "step.json"
     options = [
         "--model",

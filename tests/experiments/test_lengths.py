@@ -1,4 +1,5 @@
-"""`serve-app experiment lengths`: more variance, more gain, in counted steps and positions; never a time."""
+"""`serve-app experiment lengths`: more variance, more gain, in counted steps and positions; never a
+time."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ REQUESTS, CAPS, SLOTS = 24, (4, 64), 4
 
 
 def measure_here(mode: Mode, jobs: Sequence[CompareJob], on_tokens: OnTokens) -> list[Measurement]:
-    """Without a process of its own, and with times that are the same on any machine: a second a step."""
+    """Without a process of its own, and with times that are the same on any machine: a second a
+    step."""
     measured = [measure(mode, job, on_tokens) for job in jobs]
     return [replace(one, seconds=float(one.steps)) for one in measured]
 

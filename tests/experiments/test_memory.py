@@ -1,4 +1,5 @@
-"""`serve-app experiment memory`: what is reserved follows from the recorded steps, and pages reserve the least."""
+"""`serve-app experiment memory`: what is reserved follows from the recorded steps, and pages
+reserve the least."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,8 @@ SLOTS, CAP = 4, 96
 
 
 def record(rows: dict[str, tuple[int, int]], finished: str = "", preempted: str = "", blocks: int = 0) -> StepRecord:
-    """rows: request to start and number of tokens; finished, preempted: one letter for each request."""
+    """rows: request to start and number of tokens; finished, preempted: one letter for each
+    request."""
     scheduled = tuple(ScheduledRequest(i, name, 0, *rows[name], (), True, False) for i, name in enumerate(rows))
     ended = tuple((name, 0, FinishReason.LENGTH) for name in finished)
     stats = SchedulerStats(0, len(rows), 100, blocks, 0)
@@ -39,7 +41,8 @@ RECORDS = [
     [(Way.STATIC, [20, 20, 20, 10]), (Way.CONTIGUOUS, [20, 20, 10, 10]), (Way.PAGED, [12, 12, 8, 4])],
 )
 def test_reservations_step_by_step(way: Way, reserved: list[int]) -> None:
-    """A context of 10, blocks of 4. b's row of the static batch outlives a; a page table ends with its request."""
+    """A context of 10, blocks of 4. b's row of the static batch outlives a; a page table ends with
+    its request."""
     result = usages(way, RECORDS, context=10, block_size=4)
     assert [usage.reserved for usage in result] == reserved
     assert [usage.used for usage in result] == [8, 10, 5, 2]

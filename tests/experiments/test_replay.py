@@ -1,4 +1,5 @@
-"""The experiments in a time made of step costs: what a step is priced at, and the directions that theory gives."""
+"""The experiments in a time made of step costs: what a step is priced at, and the directions that
+theory gives."""
 
 import json
 from itertools import pairwise

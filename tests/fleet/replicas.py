@@ -1,4 +1,5 @@
-"""Replicas in this process: engines behind the interface that failover knows, with faults on demand."""
+"""Replicas in this process: engines behind the interface that failover knows, with faults on
+demand."""
 
 import asyncio
 import uuid
@@ -26,7 +27,8 @@ FAR = 1e9
 
 @dataclass
 class Fault:
-    """What becomes of one attempt after so many items: a loss, an error of the request, or (None) silence."""
+    """What becomes of one attempt after so many items: a loss, an error of the request, or (None)
+    silence."""
 
     items: int
     outcome: LossReason | RequestError | None
@@ -34,7 +36,8 @@ class Fault:
 
 @dataclass
 class Observer:
-    """Remembers which attempts were started, with how many cached tokens, and which were refused and ended."""
+    """Remembers which attempts were started, with how many cached tokens, and which were refused
+    and ended."""
 
     starts: dict[str, int] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
@@ -59,7 +62,8 @@ class Account:
 
 
 class Fleet:
-    """A transport to engines by name. `faults` are for the attempts to come, in order; None = none for that one."""
+    """A transport to engines by name. `faults` are for the attempts to come, in order; None = none
+    for that one."""
 
     def __init__(self, engines: dict[str, StreamEngine], *, wait_s: float = 5.0) -> None:
         self.engines = engines

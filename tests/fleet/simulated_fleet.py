@@ -1,4 +1,5 @@
-"""A fleet in virtual time: real schedulers and prefix caches, and steps that take as long as they have tokens."""
+"""A fleet in virtual time: real schedulers and prefix caches, and steps that take as long as they
+have tokens."""
 
 import heapq
 from collections.abc import Callable, Sequence

@@ -1,4 +1,5 @@
-"""A request whose replicas are lost at any token gives what it gives undisturbed: real engines, scripted losses."""
+"""A request whose replicas are lost at any token gives what it gives undisturbed: real engines,
+scripted losses."""
 
 import asyncio
 import time
@@ -50,7 +51,8 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """In float32, on the kernels, where a row has its own bits: log-probabilities are compared to the last one."""
+    """In float32, on the kernels, where a row has its own bits: log-probabilities are compared to
+    the last one."""
 
     async def start() -> StreamEngine:
         model = loader.from_module(tiny_model("llama", torch.float32), max_model_len=128)
@@ -330,7 +332,8 @@ class Healing(Fleet):
 
 
 def test_replicas_that_are_heard_again_did_not_die(lab: Lab) -> None:
-    """False stalls, as on a machine that is too busy, neither isolate nor end a request, however many."""
+    """False stalls, as on a machine that is too busy, neither isolate nor end a request, however
+    many."""
 
     async def check() -> None:
         subject = request(max_tokens=20)
@@ -382,7 +385,8 @@ def test_planned_moves_do_not_count(lab: Lab) -> None:
 
 
 def test_a_request_that_replicas_die_of_runs_alone_and_is_refused(lab: Lab) -> None:
-    """It has no other streams beside it once two replicas died at once; the others' streams are whole."""
+    """It has no other streams beside it once two replicas died at once; the others' streams are
+    whole."""
 
     async def check() -> None:
         fleet = big_fleet(lab, 5)
@@ -521,7 +525,8 @@ def test_a_request_that_replicas_died_of_is_refused_at_once_for_some_minutes(lab
 
 
 def test_a_request_goes_to_another_revision_only_before_its_first_token(lab: Lab) -> None:
-    """So an update of the engines strands nobody who waits, and changes nobody's tokens half way."""
+    """So an update of the engines strands nobody who waits, and changes nobody's tokens half
+    way."""
 
     async def check() -> None:
         fleet = Fleet(lab.engines)

@@ -83,7 +83,8 @@ async def test_it_may_come_in_pieces_and_with_more(replica: Replica) -> None:
 
 
 async def test_a_proof_by_another_key_opens_nothing(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever has one replica's key and knows how proofs are made cannot talk to another replica."""
+    """Whoever has one replica's key and knows how proofs are made cannot talk to another
+    replica."""
     reader, writer = await replica.connect()
     writer.write(NAME + b" " + NONCE + b"\n")
     theirs = (await reader.readline()).split()[1]

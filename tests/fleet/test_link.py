@@ -1,4 +1,5 @@
-"""The link's two ends over real sockets: what goes in comes out in order, and what is lost with a link is told."""
+"""The link's two ends over real sockets: what goes in comes out in order, and what is lost with a
+link is told."""
 
 import asyncio
 import math

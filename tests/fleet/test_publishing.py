@@ -1,4 +1,5 @@
-"""From the engine's steps to its ingresses: one batch per flush says what a queue for each stream would say."""
+"""From the engine's steps to its ingresses: one batch per flush says what a queue for each stream
+would say."""
 
 import asyncio
 import threading
@@ -25,7 +26,8 @@ _ENDLESS = 10**6
 
 
 class ScriptedCore(StubCore):
-    """Takes a step when it may, and remembers what each request gained: as much as its queue would hold."""
+    """Takes a step when it may, and remembers what each request gained: as much as its queue would
+    hold."""
 
     def __init__(self) -> None:
         super().__init__(step_s=0.0)
@@ -52,7 +54,8 @@ class ScriptedCore(StubCore):
         return [delta for request in list(self.running.values()) for delta in self._grow(request)]
 
     def _grow(self, request: EngineRequest) -> list[TokenDelta]:
-        """A token for each choice: of choice 1 a step later, and of longer choices to a later end."""
+        """A token for each choice: of choice 1 a step later, and of longer choices to a later
+        end."""
         name, gained = request.request_id, self.gained[request.request_id]
         news = []
         for choice in range(request.params.n):
@@ -126,7 +129,8 @@ class Play:
             await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """Let the engine run until nothing is left to do. Endless streams of lost links are for the replica to end."""
+        """Let the engine run until nothing is left to do. Endless streams of lost links are for the
+        replica to end."""
         for name, stream in self.streams.items():
             if stream.is_endless and not stream.link.link.lost.done():
                 self._abort(name)
@@ -148,7 +152,8 @@ class Play:
                     entry for delta in made for entry in delta.logprobs
                 ][: len(tokens)]
                 assert all(delta.finish_reason is None for delta in came[:-1])
-                if not stream.was_aborted and str(stream.items[-1]) == "cut":  # as said at the end of a whole answer
+                # as said at the end of a whole answer
+                if not stream.was_aborted and str(stream.items[-1]) == "cut":
                     assert len(tokens) == len(made)
                     assert not came or came[-1].finish_reason is FinishReason.LENGTH
             ends = [item for item in stream.items if isinstance(item, ReplicaLostError)]

@@ -87,7 +87,8 @@ def prefix(number: int, length: int = 512) -> list[int]:
     return [number * 10_000 + i for i in range(length)]
 
 
-# -------------------------------------------------------------------------------------------------- ranks
+# --------------------------------------------------------------------------------------------------
+# ranks
 NAMES = ["a", "b", "c", "d"]
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["routed", "started", "ended"]), st.integers(0, 5), st.sampled_from(NAMES)), max_size=40
@@ -150,7 +151,8 @@ def test_a_replica_that_left_for_a_moment_keeps_its_attempts_and_its_prefixes() 
     assert policy.rank(request("2", prefix(2)), ["b", "a"], {}, 0.0) == ["a", "b"]
 
 
-# -------------------------------------------------------------------------------------------------- prefixes
+# --------------------------------------------------------------------------------------------------
+# prefixes
 def test_prefixes_are_named_as_the_engine_names_them() -> None:
     what = request("1", range(11), cache_salt="tenant")
     first = hash_block(root_hash("tenant"), range(4))
@@ -215,7 +217,8 @@ def test_memory_is_bounded_whatever_comes(data: st.DataObject) -> None:
     assert all(len(replica.index) <= 8 for replica in policy._replicas.values())
 
 
-# -------------------------------------------------------------------------------------------------- what engines say
+# --------------------------------------------------------------------------------------------------
+# what engines say
 def test_what_the_engine_no_longer_has_is_forgotten_with_what_is_older() -> None:
     policy = fleet("a", "b")
     for number in (1, 2, 3):
@@ -225,7 +228,8 @@ def test_what_the_engine_no_longer_has_is_forgotten_with_what_is_older() -> None
     policy.ended("4")
     serve(policy, request("5", prefix(9)), "b")
     expected = {1: "b", 2: "a", 3: "a"}
-    # `a` was used less recently, so it would be the first of equals: only 1 tells forgotten from remembered apart.
+    # `a` was used less recently, so it would be the first of equals: only 1 tells forgotten from
+    # remembered apart.
     serve(policy, request("6", prefix(8)), "a")
     assert {n: policy.rank(request("7", prefix(n)), "ab", {}, 0.0)[0] for n in expected} == expected
 
@@ -253,7 +257,8 @@ def test_of_output_that_came_from_elsewhere_the_engine_says_nothing() -> None:
     assert policy.rank(request("x", prefix(1)), "ab", {}, 0.0)[0] == "a"
 
 
-# -------------------------------------------------------------------------------------------------- load
+# --------------------------------------------------------------------------------------------------
+# load
 def test_load_wins_over_prefix_when_the_spread_is_large() -> None:
     policy = fleet("a", "b")
     serve(policy, request("1", prefix(1, 200)), "a")
@@ -380,7 +385,8 @@ def test_one_hot_prefix_does_not_pile_up_on_one_replica() -> None:
     assert len(placed) == 3
 
 
-# -------------------------------------------------------------------------------------------------- sessions
+# --------------------------------------------------------------------------------------------------
+# sessions
 def test_a_session_stays_and_moves_when_its_replica_is_gone() -> None:
     policy = fleet("a", "b", "c")
     homes = {send(policy, request(f"1-{s}", prefix(s, 8), session=f"s{s}"), "abc"): f"s{s}" for s in range(3)}
@@ -403,7 +409,8 @@ def test_the_sessions_least_recently_used_are_forgotten(monkeypatch: pytest.Monk
     assert best == {"s": "b", "t": "a", "u": "b"}
 
 
-# -------------------------------------------------------------------------------------------------- accounts
+# --------------------------------------------------------------------------------------------------
+# accounts
 def test_an_attempt_counts_where_it_was_sent_and_not_after_its_end() -> None:
     policy = fleet("a", "b")
     what = request("1", prefix(1, 80), num_sequences=3)
@@ -421,7 +428,8 @@ def test_an_attempt_counts_where_it_was_sent_and_not_after_its_end() -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------------- the whole
+# --------------------------------------------------------------------------------------------------
+# the whole
 @pytest.mark.parametrize("concurrency", [6, 12, 48])
 def test_shared_prefixes_hit_half_as_often_again_as_by_power_of_two_and_answer_sooner(concurrency: int) -> None:
     """Real schedulers in virtual time: what `load_tests.bench.routing` measures on real ones."""

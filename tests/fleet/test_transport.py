@@ -164,7 +164,8 @@ async def small_engines() -> AsyncIterator[list[StreamEngine]]:
 
 
 def numbered(number: int) -> EngineRequest:
-    """A request that has a prompt of its own for each number, and takes the longer the higher it is."""
+    """A request that has a prompt of its own for each number, and takes the longer the higher it
+    is."""
     params = replace(REQUEST.params, max_tokens=20 + 2 * number)
     prompt = (*range(number), *REQUEST.prompt_token_ids)
     return replace(REQUEST, request_id=f"r{number}", prompt_token_ids=prompt, params=params)
@@ -518,7 +519,8 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
     assert [entry for delta in deltas for entry in delta.logprobs] == whole.logprobs
     assert set(fleet.losses) == {LossReason.UNREAD}
-    # The attempt that had the last token may have been one too much: nothing is to be continued then.
+    # The attempt that had the last token may have been one too much: nothing is to be continued
+    # then.
     told_in_turns = ["lent", "taken back"] * len(fleet.losses)
     assert place.told in (told_in_turns, [*told_in_turns, "lent"])
     assert unread.held == 0

@@ -1,4 +1,5 @@
-"""Two replicas that die one after another: who is interrupted, and where the others' streams go. Real links."""
+"""Two replicas that die one after another: who is interrupted, and where the others' streams go.
+Real links."""
 
 import asyncio
 

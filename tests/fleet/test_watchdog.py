@@ -1,4 +1,5 @@
-"""What the watchdog finds, and what becomes of the streams: real engines, heartbeats and ticks by hand."""
+"""What the watchdog finds, and what becomes of the streams: real engines, heartbeats and ticks by
+hand."""
 
 import asyncio
 from collections.abc import AsyncIterator

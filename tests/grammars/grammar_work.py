@@ -16,7 +16,8 @@ MAX_MASKS = 20_000
 
 @dataclass
 class Work:
-    """What llguidance was given: so many grammars, of so many characters together, and steps of walks."""
+    """What llguidance was given: so many grammars, of so many characters together, and steps of
+    walks."""
 
     builds: int = 0
     chars: int = 0

@@ -1,4 +1,5 @@
-"""Random JSON schemas for hypothesis: small ones whose every text ends, and any of what users write."""
+"""Random JSON schemas for hypothesis: small ones whose every text ends, and any of what users
+write."""
 
 from typing import Any
 
@@ -126,6 +127,7 @@ def _nodes(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
 
 
 def schemas() -> st.SearchStrategy[Schema]:
-    """Any keyword in any mixture, references in circles too: what of it cannot be enforced must be refused."""
+    """Any keyword in any mixture, references in circles too: what of it cannot be enforced must be
+    refused."""
     inner = st.recursive(_leaves(), _nodes, max_leaves=6)
     return st.builds(lambda whole, part: {**whole, "$defs": {"part": part}}, inner, inner)

@@ -1,4 +1,5 @@
-"""Grammars: outputs match them, what cannot be enforced is refused by name, and no grammar costs much."""
+"""Grammars: outputs match them, what cannot be enforced is refused by name, and no grammar costs
+much."""
 
 import gc
 import json
@@ -190,7 +191,8 @@ HOSTILE: dict[str, Callable[[], str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_grammar_takes_much_work(compiled: Grammars, name: str) -> None:
-    """Counted in what llguidance has to build, and walked for 200 tokens, each bounded by llguidance's own limits."""
+    """Counted in what llguidance has to build, and walked for 200 tokens, each bounded by
+    llguidance's own limits."""
     with counted() as work, suppress(InvalidRequestError):
         walk(compiled.matcher(HOSTILE[name]()), random.Random(0), most=200)
     assert work.chars <= MAX_CHARS

@@ -1,4 +1,5 @@
-"""Whatever the schema and whatever the model would rather write: texts that end are JSON that the schema accepts."""
+"""Whatever the schema and whatever the model would rather write: texts that end are JSON that the
+schema accepts."""
 
 import json
 import random
@@ -26,7 +27,8 @@ BYTES = Grammars(
 
 
 def walk(grammar: str, seed: int, most: int) -> str | None:
-    """A random output, of bytes; None: it did not end, or was too much work. Quotes and brackets like to come."""
+    """A random output, of bytes; None: it did not end, or was too much work. Quotes and brackets
+    like to come."""
     matcher, rng = BYTES.matcher(grammar), random.Random(seed)
     output = bytearray()
     for _ in range(most):

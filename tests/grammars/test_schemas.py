@@ -1,4 +1,5 @@
-"""JSON schemas of users: every bound is kept, what pydantic writes is served, and what cannot be is refused by path."""
+"""JSON schemas of users: every bound is kept, what pydantic writes is served, and what cannot be is
+refused by path."""
 
 import json
 import math
@@ -42,7 +43,8 @@ def refusal(schema: dict[str, Any]) -> InvalidRequestError:
 
 
 def keeps(schema: dict[str, Any], text: str) -> bool:
-    """As a reader of JSON sees it, a fraction being a double; multiples exactly, as `jsonschema` divides doubles."""
+    """As a reader of JSON sees it, a fraction being a double; multiples exactly, as `jsonschema`
+    divides doubles."""
     value = json.loads(text)
     return (
         (schema["type"] == "number" or value == int(value))

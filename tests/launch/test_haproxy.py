@@ -60,7 +60,8 @@ backend http-lost
 """
 
 
-# One slot in the engine, one in the queue, 64 unfinished bodies: the ingress gets 324 requests at once, of the 1000
+# One slot in the engine, one in the queue, 64 unfinished bodies: the ingress gets 324 requests at
+# once, of the 1000
 # connections that CONFIG permits.
 SETTINGS = Settings(
     engine=EngineSettings(max_num_seqs=1, max_num_waiting=0),
@@ -204,7 +205,8 @@ async def test_a_server_that_is_gone_is_told_of_in_json(proxy: Proxy) -> None:
         await listening.wait_closed()
     async with httpx.AsyncClient() as client:
         answer = await client.get(proxy.url)
-    async with httpx.AsyncClient() as client:  # HAProxy's idle connection to the server may serve a second request
+    # HAProxy's idle connection to the server may serve a second request
+    async with httpx.AsyncClient() as client:
         anthropic = await client.post(f"{proxy.url}/v1/messages/count_tokens", json={})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert answer.json()["error"]["code"] == "unavailable"

@@ -1,4 +1,5 @@
-"""`serve-app serve` from its start to its end: refusals, failures, readiness, drain, nothing left behind."""
+"""`serve-app serve` from its start to its end: refusals, failures, readiness, drain, nothing left
+behind."""
 
 import json
 import os
@@ -31,7 +32,8 @@ Refuse = Callable[[Path], str]
 
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refuse:
-    """The one line with which the launcher refuses a config. In this process, whose environment it sets."""
+    """The one line with which the launcher refuses a config. In this process, whose environment it
+    sets."""
 
     def refuse(config: Path) -> str:
         with monkeypatch.context() as patch:
@@ -59,7 +61,8 @@ def test_a_refusal_is_one_line_and_a_status(tmp_path: Path) -> None:
 
 
 def test_rays_token_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the beginning: who has it runs code through Ray's ports, and Ray writes it as the umask has it."""
+    """From the beginning: who has it runs code through Ray's ports, and Ray writes it as the umask
+    has it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     token = tmp_path / ".ray" / "auth_token"
     make_rays_token()
@@ -159,7 +162,8 @@ def test_the_cause_is_found_in_rays_reports(reports: list[str], cause: str) -> N
 
 @pytest.mark.cluster
 def test_a_deployment_that_fails_ends_it_with_the_cause(start: StartServer, tmp_path: Path) -> None:
-    write_small_model(tmp_path / "model")  # whole but for the weights, whose inside only the replica looks at
+    # whole but for the weights, whose inside only the replica looks at
+    write_small_model(tmp_path / "model")
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-1])
     server = start({"model": str(tmp_path / "model"), "device": "cpu"})
@@ -182,7 +186,8 @@ def num_interrupting(process: psutil.Process) -> int:
 
 @pytest.mark.cluster
 def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> None:
-    """The printed curl works; Ctrl-C, which a terminal sends to every process at once, lets a running stream end."""
+    """The printed curl works; Ctrl-C, which a terminal sends to every process at once, lets a
+    running stream end."""
     args = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())["applications"][0]["args"]
     server = start(args)
     server.wait_ready()

@@ -1,4 +1,5 @@
-"""What a running server does when a process that it depends on is gone: HAProxy, Ray's GCS, Ray's raylet."""
+"""What a running server does when a process that it depends on is gone: HAProxy, Ray's GCS, Ray's
+raylet."""
 
 import asyncio
 import json
@@ -55,11 +56,13 @@ def wait_for_another(server: Server, before: psutil.Process) -> None:
 
 @pytest.mark.cluster
 def test_haproxy_is_started_again_at_once(started: Server) -> None:
-    """Also after its files in the temporary folder were deleted, and where the folder has gone while it runs."""
+    """Also after its files in the temporary folder were deleted, and where the folder has gone
+    while it runs."""
     (first,) = haproxy(started)
     first.kill()
     wait_for_another(started, first)
-    # Only of the first: Ray shows equal lines of a few seconds once. A reload may have been under way, with two pids.
+    # Only of the first: Ray shows equal lines of a few seconds once. A reload may have been under
+    # way, with two pids.
     line = re.compile(r"HAProxy \(pid \d+\) has .*: restarting it")
     wait_for(lambda: any(line.search(said) for said in started.lines), "a line says so")
     (second,) = haproxy(started)

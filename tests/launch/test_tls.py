@@ -211,7 +211,8 @@ def test_a_haproxy_that_was_away_gets_the_new_certificate(pair: KeyPair, short_f
 
 
 def test_files_that_never_end_are_refused(pair: KeyPair, short_folder: Path, tmp_path: Path) -> None:
-    """Nothing writes to a named pipe, and a device has no end: reading either would stop the launcher for good."""
+    """Nothing writes to a named pipe, and a device has no end: reading either would stop the
+    launcher for good."""
     watched = WatchedKeyPair(pair, short_folder)
     good = pair.key.read_bytes()
     fifo = tmp_path / "fifo"

@@ -1,4 +1,5 @@
-"""Updates that Ray lets wait: what is asked for meanwhile is not forgotten, and what is said is true."""
+"""Updates that Ray lets wait: what is asked for meanwhile is not forgotten, and what is said is
+true."""
 
 import threading
 from pathlib import Path

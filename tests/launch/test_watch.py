@@ -1,4 +1,5 @@
-"""What the launcher tells of Ray's actors and of readiness, from tables and answers such as Ray's and the ingress's."""
+"""What the launcher tells of Ray's actors and of readiness, from tables and answers such as Ray's
+and the ingress's."""
 
 import threading
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The GPU bench runs on the tiny shape, on a machine that has only torch, transformers and numpy."""
+"""The GPU bench runs on the tiny shape, on a machine that has only torch, transformers and
+numpy."""
 
 import importlib.util
 import json

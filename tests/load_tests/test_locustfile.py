@@ -1,4 +1,5 @@
-"""The locustfile against a small real server: users chat, hang up and are counted; the objective decides the status."""
+"""The locustfile against a small real server: users chat, hang up and are counted; the objective
+decides the status."""
 
 import json
 import subprocess
@@ -15,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Streams as many tokens as were asked for; `breaks_off` leaves out the end. Remembers what it was asked."""
+    """Streams as many tokens as were asked for; `breaks_off` leaves out the end. Remembers what it
+    was asked."""
 
     breaks_off = False
     bodies: list[dict[str, Any]]

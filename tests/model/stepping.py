@@ -12,7 +12,8 @@ from serve_app.model.paged_model import PagedModel
 
 
 class Sequences:
-    """Drives a `PagedModel` by hand: each sequence has its tokens, its blocks, and how far it is computed."""
+    """Drives a `PagedModel` by hand: each sequence has its tokens, its blocks, and how far it is
+    computed."""
 
     def __init__(self, model: PagedModel, tokens: Sequence[Tensor], tables: Sequence[Sequence[int]]) -> None:
         self.model = model
@@ -21,7 +22,8 @@ class Sequences:
         self.done = [0] * len(tokens)
 
     def step(self, counts: dict[int, int], wanted: npt.NDArray[np.bool_] | None = None) -> dict[int, Tensor]:
-        """Compute the next counts[i] tokens of each sequence i, packed in this order; their logits, if `wanted`."""
+        """Compute the next counts[i] tokens of each sequence i, packed in this order; their logits,
+        if `wanted`."""
         size, device = self.model.block_size, self.model.device
         starts, slots, ids, positions = [0], [], [], []
         for index, count in counts.items():

@@ -1,4 +1,5 @@
-"""A request's logits have the same bits alone, batched, chunked in any way, in consecutive or scattered blocks."""
+"""A request's logits have the same bits alone, batched, chunked in any way, in consecutive or
+scattered blocks."""
 
 from collections.abc import Iterator
 
@@ -105,7 +106,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(mode: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("mode", KERNEL_MODES)
 def test_bits_do_not_depend_on_how_threads_share_sequences(mode: str) -> None:
-    """Steps of many sequences are cut between threads, unless one of them outweighs the others (the second step)."""
+    """Steps of many sequences are cut between threads, unless one of them outweighs the others (the
+    second step)."""
     model = in_mode(mode, tiny_model("mistral", torch.float32))
     model.allocate_kv_cache(60)
     lengths = [29, *range(6, 18)]
@@ -125,7 +127,8 @@ def test_bits_do_not_depend_on_how_threads_share_sequences(mode: str) -> None:
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 @pytest.mark.usefixtures("threads")
 def test_bits_when_threads_cut_rows(arch: str) -> None:
-    """Not of gemma2: its head caps logits in transformers' code, where threads may cut within a vector."""
+    """Not of gemma2: its head caps logits in transformers' code, where threads may cut within a
+    vector."""
     model = from_module(tiny_model(arch, torch.float32), attention_backend="cpu")
     model.allocate_kv_cache(200)
     check(model)

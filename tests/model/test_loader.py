@@ -54,8 +54,8 @@ def test_a_local_folder_gives_the_same_logits(folder: Path) -> None:
 
 
 def test_a_checkpoint_in_the_hubs_gpt2_layout_gives_the_same_logits(tmp_path: Path) -> None:
-    """The hub's GPT-2 was saved without its head: no `transformer.` in front of its keys, and the causal masks as
-    buffers."""
+    """The hub's GPT-2 was saved without its head: no `transformer.` in front of its keys, and the
+    causal masks as buffers."""
     module = tiny_model("gpt2", torch.float64)
     module.config.save_pretrained(tmp_path)
     weights = {key.removeprefix("transformer."): value for key, value in module.state_dict().items()}

@@ -1,4 +1,5 @@
-"""Packed weights on disk: mapped, shared by processes, replaced, and done without where the disk takes none."""
+"""Packed weights on disk: mapped, shared by processes, replaced, and done without where the disk
+takes none."""
 
 import errno
 import fcntl
@@ -70,7 +71,8 @@ def test_a_second_start_maps_what_the_first_has_packed(gguf: Path, quantization:
 def test_the_file_is_the_same_in_many_writes_and_through_the_cache(
     gguf: Path, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Matrices in more than one piece; a file system that cannot be written to past the system's cache."""
+    """Matrices in more than one piece; a file system that cannot be written to past the system's
+    cache."""
     expected = logits(load(gguf))
     (packed,) = packed_files(gguf)
     packed.unlink()
@@ -147,8 +149,8 @@ def _pack_until_killed(path: Path) -> None:
 
 
 def test_what_is_kept_was_on_disk_before_it_got_its_name(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or an empty file could have that name after a power failure, and every start read it. Blueprints that cannot be
-    read are made again."""
+    """Or an empty file could have that name after a power failure, and every start read it.
+    Blueprints that cannot be read are made again."""
     flushed: set[int] = set()
     flush = os.fsync
 

@@ -39,8 +39,8 @@ def fibonacci(n: int) -> int:
 @needs_compiler
 @torch.inference_mode()
 def test_int8_stays_near_to_exact_mode() -> None:
-    """The bounds hold for every build. Where the largest input of a row is rounded as the others are, the mean is
-    0.0030."""
+    """The bounds hold for every build. Where the largest input of a row is rounded as the others
+    are, the mean is 0.0030."""
     ids = load_tokenizer("default").encode(TEXT)
     exact, int8 = (load_model(ModelOptions(quantization=mode)) for mode in ("none", "int8"))
     quality = compare(exact, int8, ids, window=512)

@@ -89,7 +89,8 @@ def test_not_a_number_fails_the_row_that_has_it(tiny_llama: PagedModel, monkeypa
 def test_an_exception_ends_only_the_request_that_causes_it(
     tiny_llama: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With penalties, whose history would be wrong if a row that runs twice were remembered twice."""
+    """With penalties, whose history would be wrong if a row that runs twice were remembered
+    twice."""
     fields = {"logprobs": 1, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "prompt_logprobs": 0}
     good = make_requests(4, **fields)
     expected = Harness(tiny_llama).run(good).outcomes

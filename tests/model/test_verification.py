@@ -1,4 +1,5 @@
-"""How far an executor's logits are from the reference: noise of any width passes, one wrong token does not."""
+"""How far an executor's logits are from the reference: noise of any width passes, one wrong token
+does not."""
 
 from collections.abc import Callable
 from typing import Any

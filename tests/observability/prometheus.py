@@ -1,6 +1,7 @@
 """Prometheus, Debian's package, on our configuration; and what our metrics are called.
 
-Without it on the machine (Debian: `apt-get install prometheus`) the tests that need it are skipped and say so.
+Without it on the machine (Debian: `apt-get install prometheus`) the tests that need it are skipped
+and say so.
 """
 
 import asyncio

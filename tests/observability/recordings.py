@@ -1,4 +1,5 @@
-"""Recorded steps of the real scheduler over a model that costs nothing, on a clock that ticks 10 ms a step."""
+"""Recorded steps of the real scheduler over a model that costs nothing, on a clock that ticks 10 ms
+a step."""
 
 from collections.abc import Sequence
 from typing import Any

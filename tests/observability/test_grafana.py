@@ -1,4 +1,5 @@
-"""The dashboards: their JSON is the code's, their queries are valid and about metrics that exist."""
+"""The dashboards: their JSON is the code's, their queries are valid and about metrics that
+exist."""
 
 import json
 import re

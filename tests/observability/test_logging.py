@@ -1,4 +1,5 @@
-"""A request's line: JSON, one line whatever its fields hold, on the terminal with nothing before it."""
+"""A request's line: JSON, one line whatever its fields hold, on the terminal with nothing before
+it."""
 
 import io
 import json

@@ -185,7 +185,8 @@ def test_requests_are_counted_by_outcome_and_only_completed_ones_are_timed() -> 
 
 
 def test_the_fleet_has_a_waiting_served_ratio_of_its_own() -> None:
-    """Beside the replicas', which have no `scope`; what waits at the ingress counts, what runs counts once."""
+    """Beside the replicas', which have no `scope`; what waits at the ingress counts, what runs
+    counts once."""
     engines = [6, 4]
     own = IngressMetrics(lambda: 10, lambda: 0, engines=lambda: (engines[0], engines[1]))
     replica = EngineMetrics()

@@ -1,4 +1,5 @@
-"""The metrics port: Prometheus' page as ever, other pages beside it, and all of it behind a key if need be."""
+"""The metrics port: Prometheus' page as ever, other pages beside it, and all of it behind a key if
+need be."""
 
 import contextlib
 import socket

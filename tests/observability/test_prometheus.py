@@ -1,4 +1,5 @@
-"""A real Prometheus on our configuration watches a real fleet of three: what it knows is what the clients measured."""
+"""A real Prometheus on our configuration watches a real fleet of three: what it knows is what the
+clients measured."""
 
 import asyncio
 import contextlib
@@ -92,7 +93,8 @@ def watched(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @asynccontextmanager
 async def load(fleet: Fleet, clients: int, turns: int | None = None) -> AsyncIterator[list[RequestResult]]:
-    """Clients without a pause, for so many requests each or until the end; the results are complete after it."""
+    """Clients without a pause, for so many requests each or until the end; the results are complete
+    after it."""
     target = client.Server(fleet.url, MODEL)
     results: list[RequestResult] = []
     stopped = asyncio.Event()
@@ -161,7 +163,8 @@ def in_engines(results: list[RequestResult]) -> dict[str, float]:
 
 
 def wait_counted(watched: Watched, before: dict[str, float], grown: dict[str, float]) -> None:
-    """Wait until everything has been scraped; what is counted once too often never becomes right."""
+    """Wait until everything has been scraped; what is counted once too often never becomes
+    right."""
     wanted = {expr: before[expr] + number for expr, number in grown.items()}
 
     def differing() -> dict[str, tuple[float, float]]:
@@ -177,8 +180,8 @@ def wait_counted(watched: Watched, before: dict[str, float], grown: dict[str, fl
 async def way_there_and_back(watched: Watched, results: list[RequestResult], number: int) -> float:
     """How long a request that waits for nothing takes at most in nine of ten cases, in seconds.
 
-    Until `number` results are there. The clients' own requests meet the worse cases: they come together, when others
-    have ended together.
+    Until `number` results are there. The clients' own requests meet the worse cases: they come
+    together, when others have ended together.
     """
     times = []
     async with httpx.AsyncClient(base_url=watched.fleet.url, timeout=30) as http:
@@ -193,7 +196,8 @@ async def way_there_and_back(watched: Watched, results: list[RequestResult], num
 def agreeing(name: str, measured: float | None, known: float, way_s: float = 0.0) -> Comparison:
     """Client and Prometheus beside each other, with the bucket that Prometheus's figure lies in.
 
-    `way_s`: by how much the client may be late, since the server's clock starts and stops with the server.
+    `way_s`: by how much the client may be late, since the server's clock starts and stops with the
+    server.
     """
     assert measured is not None
     bounds = (0.0, *_LATENCY_BUCKETS, math.inf)
@@ -210,7 +214,8 @@ def test_every_process_is_a_target_with_a_name(watched: Watched) -> None:
 
 
 async def test_counts_and_latencies_are_those_of_the_clients(watched: Watched) -> None:
-    """Four clients for each slot, so that most wait equally long, and long beside the client's own delays."""
+    """Four clients for each slot, so that most wait equally long, and long beside the client's own
+    delays."""
     prometheus = watched.prometheus
     wait_for(lambda: not same_page(watched), "Prometheus holds what the page shows")
     before = {expr: prometheus.value(expr) for expr in at_ingress([]) | in_engines([])}
@@ -236,7 +241,8 @@ async def test_counts_and_latencies_are_those_of_the_clients(watched: Watched) -
         )
         for percent in (50, 90)
     ]
-    # Tokens may come together, so the gaps that a client sees are not those between tokens; their sum is.
+    # Tokens may come together, so the gaps that a client sees are not those between tokens; their
+    # sum is.
     gaps = sum(sum(result.gaps_s) for result in results) / sum(result.output_tokens - 1 for result in results)
     itl = "serve_app_inter_token_latency_seconds"
     known = prometheus.value(f"increase({itl}_sum{window}) / increase({itl}_count{window})")
@@ -273,7 +279,8 @@ def test_every_rule_can_be_evaluated(watched: Watched) -> None:
 
 
 def same_page(watched: Watched) -> list[Any]:
-    """What differs between the page for people and what Prometheus holds now: nothing, for a server that is idle."""
+    """What differs between the page for people and what Prometheus holds now: nothing, for a server
+    that is idle."""
     page: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for family in text_string_to_metric_families(watched.http.get("/metrics").text):
         for sample in family.samples:

@@ -1,4 +1,5 @@
-"""The Prometheus configuration that we ship: valid, about metrics that exist, and every alert seen to fire."""
+"""The Prometheus configuration that we ship: valid, about metrics that exist, and every alert seen
+to fire."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""The trace tells what the records tell: every token on the right track at the right time, every event once."""
+"""The trace tells what the records tell: every token on the right track at the right time, every
+event once."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Real servers in processes of their own: Ray, HAProxy or Ray's proxy, engines; a tiny model, real HTTP."""
+"""Real servers in processes of their own: Ray, HAProxy or Ray's proxy, engines; a tiny model, real
+HTTP."""
 
 import os
 import re
@@ -58,14 +59,16 @@ class Server:
         assert self.process.poll() is None, self.lines
 
     def line_with(self, part: str) -> str:
-        """The first one; the log of the request that tried the server may come behind the launcher's last line."""
+        """The first one; the log of the request that tried the server may come behind the
+        launcher's last line."""
         return next(line for line in self.lines if part in line)
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def running(self, name: str) -> list[psutil.Process]:
-        """Those of its processes whose command line holds `name`; they come and go while one looks."""
+        """Those of its processes whose command line holds `name`; they come and go while one
+        looks."""
         found = []
         for process in self.descendants():
             with suppress(psutil.NoSuchProcess):
@@ -84,7 +87,8 @@ class Server:
         return self.wait_stopped()
 
     def wait_stopped(self) -> tuple[int, list[psutil.Process]]:
-        """Its exit status, and those of its processes that were there at the signal and outlive it."""
+        """Its exit status, and those of its processes that were there at the signal and outlive
+        it."""
         try:
             status = self.process.wait(90)
         except subprocess.TimeoutExpired:
@@ -97,7 +101,8 @@ class Server:
         return status, psutil.wait_procs(self._family, timeout=60)[1]
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics, summed over its labels except `where`, `outcome` and `phase`."""
+        """Every sample of /metrics, summed over its labels except `where`, `outcome` and
+        `phase`."""
         samples: dict[str, float] = {}
         for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
             if line.startswith("#") or "_bucket{" in line:
@@ -115,7 +120,8 @@ class Server:
 def write_config(
     folder: Path, args: dict[str, Any], port: int, deployments: Sequence[dict[str, Any]] | None = None
 ) -> Path:
-    """deploy/config.yaml with other `args`, and `deployments` if they are given, on another port."""
+    """deploy/config.yaml with other `args`, and `deployments` if they are given, on another
+    port."""
     config = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["args"] = args
@@ -129,12 +135,14 @@ def write_config(
 def launch(
     config: Path, environment: dict[str, str], command: tuple[str, str] = ("serve-app", "serve")
 ) -> subprocess.Popen[str]:
-    """`command` (a program of this environment and its verb) with `config`, in a session of its own.
+    """`command` (a program of this environment and its verb) with `config`, in a session of its
+    own.
 
     It ends with this process, however that ends; Ray's processes end with it.
     """
     program, verb = command
-    # A shell starts what runs in its background with SIGINT ignored, which children inherit: `serve run` would not end.
+    # A shell starts what runs in its background with SIGINT ignored, which children inherit: `serve
+    # run` would not end.
     started = ["setpriv", "--pdeathsig", "KILL", "env", "--default-signal=INT", Path(sys.executable).with_name(program)]
     # The tests' own switches (warnings as errors, coverage) are not for the server.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
@@ -170,7 +178,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         if server.process.poll() is None:
             server.stop()
         else:
-            server.wait_stopped()  # a test that failed has not closed its pipe, and the next one would be blamed
+            # a test that failed has not closed its pipe, and the next one would be blamed
+            server.wait_stopped()
 
 
 SLOTS, WAITING, QUEUED = 8, 8, 64

@@ -1,4 +1,5 @@
-"""What must stand nowhere, and all places where whoever looks at a server from outside could find it."""
+"""What must stand nowhere, and all places where whoever looks at a server from outside could find
+it."""
 
 import json
 import os
@@ -34,7 +35,8 @@ def internal_key_file(server: Server) -> Path:
 
 
 def keys_of_replicas(server: Server) -> list[str]:
-    """Of each engine replica the key of its link and that of its metrics port, asked of Serve's controller."""
+    """Of each engine replica the key of its link and that of its metrics port, asked of Serve's
+    controller."""
     (address,) = {found for command in _commands(server) for found in re.findall(r"--gcs-address=(\S+)", command)}
     environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
     asked = subprocess.run(

@@ -1,4 +1,5 @@
-"""The application's places: options per device, and GPUs handed out by Ray (logical ones, so no GPU is needed)."""
+"""The application's places: options per device, and GPUs handed out by Ray (logical ones, so no GPU
+is needed)."""
 
 import json
 import os
@@ -91,7 +92,8 @@ ray.shutdown()
 
 
 def run(script: str, *arguments: str) -> Any:
-    """The list that `script` prints (among lines of Ray's), from a process of its own on loopback."""
+    """The list that `script` prints (among lines of Ray's), from a process of its own on
+    loopback."""
     environment = {
         **os.environ,
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

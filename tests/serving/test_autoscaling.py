@@ -1,4 +1,5 @@
-"""The autoscaling rule: what holds for every load, what a few loads mean, and how the policies read Serve's figures."""
+"""The autoscaling rule: what holds for every load, what a few loads mean, and how the policies read
+Serve's figures."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Constrained answers over three real replicas, of which the busy one is killed at random places."""
+"""Constrained answers over three real replicas, of which the busy one is killed at random
+places."""
 
 import json
 from collections.abc import Callable
@@ -42,9 +43,11 @@ ANSWER_BODY: dict[str, Any] = {
 async def stream(
     client: openai.AsyncOpenAI, body: dict[str, Any], strike: Callable[[], object] | None = None, at: int = 0
 ) -> list[Any]:
-    """[text, name and arguments of the call, log-probabilities, finish reason] of each choice of a stream.
+    """[text, name and arguments of the call, log-probabilities, finish reason] of each choice of a
+    stream.
 
-    `strike` comes once, as soon as the first choice has more than `at` characters of text or arguments.
+    `strike` comes once, as soon as the first choice has more than `at` characters of text or
+    arguments.
     """
     told: list[list[Any]] = [["", "", "", [], None] for _ in range(body.get("n", 1))]
     async for chunk in await client.chat.completions.create(**body, stream=True):
@@ -92,7 +95,8 @@ async def test_constrained_answers_stay_the_same_though_their_replicas_are_kille
         for turn, kind in enumerate(("call", "answer") * 5):
             body = CALL_BODY if kind == "call" else ANSWER_BODY
             at = places.randrange(len(arguments if kind == "call" else expected[kind][0][0]) // 2)
-            while len(struck) <= turn:  # an answer may be over before it is known which replica to strike
+            # an answer may be over before it is known which replica to strike
+            while len(struck) <= turn:
                 wait_for(lambda: num_ready(server) > 1, "a second replica is there", timeout_s=120)
                 told = await stream(client, body, lambda: struck.extend(kill_the_busy(server)), at)
                 assert told == expected[kind], (kind, at)

@@ -1,4 +1,5 @@
-"""What comes before Ray's handling of a request: one sound id, health past whatever waits, one start at a time."""
+"""What comes before Ray's handling of a request: one sound id, health past whatever waits, one
+start at a time."""
 
 import asyncio
 from typing import Any
@@ -12,7 +13,8 @@ Headers = list[tuple[bytes, bytes]]
 
 
 async def call(path: str, headers: Headers) -> tuple[Headers, Headers]:
-    """(headers that Ray gets, headers of the response); an application of ours answers with none of its own."""
+    """(headers that Ray gets, headers of the response); an application of ours answers with none of
+    its own."""
     seen: Headers = []
     sent: list[Any] = []
 

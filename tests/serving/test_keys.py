@@ -1,4 +1,5 @@
-"""A real server with a keys file: who comes in, what changes while it runs, and where no key may ever stand."""
+"""A real server with a keys file: who comes in, what changes while it runs, and where no key may
+ever stand."""
 
 import json
 import re
@@ -95,7 +96,8 @@ def test_keys_change_while_streams_run(keyed: Keyed) -> None:
 
 
 def test_two_hundred_cancelled_streams_give_everything_back(keyed: Keyed) -> None:
-    """Half of them at their first event, half as soon as they are sent. All could not be reserved at one time."""
+    """Half of them at their first event, half as soon as they are sent. All could not be reserved
+    at one time."""
     keyed.add("hasty", max_sequences=60, tokens_per_minute=300_000, tokens_per_day=300_000)
     wait_for(lambda: keyed.get("/v1/usage", "hasty").status_code == 200, "the new key")
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -132,7 +134,8 @@ def test_two_hundred_cancelled_streams_give_everything_back(keyed: Keyed) -> Non
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_the_ledger_is_what_usage_said_whatever_is_killed(keyed: Keyed, kills: int) -> None:
-    """Replicas die under streams, which go on elsewhere; so does the ingress, whose streams end with it."""
+    """Replicas die under streams, which go on elsewhere; so does the ingress, whose streams end
+    with it."""
     name = f"billed-{kills}"
     keyed.add(name, tokens_per_day=1_000_000)
     wait_for(lambda: keyed.get("/v1/usage", name).status_code == 200, "the new key")

@@ -1,4 +1,5 @@
-"""A server in operation: knobs that change while it runs, an update under load, replicas that come and go, its end.
+"""A server in operation: knobs that change while it runs, an update under load, replicas that come
+and go, its end.
 
 One server, in this order.
 """
@@ -34,7 +35,8 @@ class Operated:
     config: Path
 
     def deploy(self, change: Callable[[dict[str, Any]], None]) -> str:
-        """Change the application in the config file, have the file read again; what the server says in the end."""
+        """Change the application in the config file, have the file read again; what the server says
+        in the end."""
         config = yaml.safe_load(self.config.read_text())
         change(config["applications"][0])
         self.config.write_text(yaml.safe_dump(config))
@@ -103,7 +105,8 @@ def test_a_wrong_knob_is_named_and_changes_nothing(operated: Operated) -> None:
 
 
 async def test_another_model_length_takes_over_under_load(operated: Operated) -> None:
-    """Replicas of another revision cannot continue the old one's streams, which end where they began.
+    """Replicas of another revision cannot continue the old one's streams, which end where they
+    began.
 
     What waits at the old ingress when its last engine leaves is served by the new engines.
     """
@@ -127,7 +130,8 @@ async def test_another_model_length_takes_over_under_load(operated: Operated) ->
 
 
 async def test_an_update_and_replicas_that_come_and_go_cost_no_request(operated: Operated) -> None:
-    """New replicas, ingress and engine, take over while streams run and come. From then on the load decides how many.
+    """New replicas, ingress and engine, take over while streams run and come. From then on the load
+    decides how many.
 
     One test because each of the three follows from what the one before has left running.
     """
@@ -143,7 +147,8 @@ async def test_an_update_and_replicas_that_come_and_go_cost_no_request(operated:
         assert (await asyncio.to_thread(operated.deploy, autoscaled)).endswith("deployed")
         done = seen.done
         await asyncio.to_thread(wait_for, lambda: seen.done > done + WORKERS, "streams go on")
-        # The short ones alone do not keep an engine busy where the client gets little of the machine's time.
+        # The short ones alone do not keep an engine busy where the client gets little of the
+        # machine's time.
         streams = [asyncio.create_task(ask(http, body(number, 3000))) for number in range(2 * SLOTS)]
         await asyncio.to_thread(wait_for, lambda: len(replicas(server)) == 2, "a second replica", timeout_s=90)
         assert {events[-1] for _, events in await asyncio.gather(*streams)} == {"[DONE]"}
@@ -156,7 +161,8 @@ async def test_an_update_and_replicas_that_come_and_go_cost_no_request(operated:
 
 
 async def test_sigterm_lets_short_streams_end_and_tells_the_others(operated: Operated) -> None:
-    """More and longer streams than the time for draining allows; new requests are refused by type, not by HAProxy."""
+    """More and longer streams than the time for draining allows; new requests are refused by type,
+    not by HAProxy."""
     server = operated.server
     async with connect(server) as http:
         expected = (await ask(http, body(0)))[0]

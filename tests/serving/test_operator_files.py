@@ -1,4 +1,5 @@
-"""A real server whose keys file, config file and ledger break while it runs, in an environment that names a proxy."""
+"""A real server whose keys file, config file and ledger break while it runs, in an environment that
+names a proxy."""
 
 import os
 import signal
@@ -80,7 +81,8 @@ def test_no_config_file_ends_the_server(keyed: Keyed) -> None:
     assert count(keyed.server, "at least one running application must remain (serve_app); nothing has changed") == 1
     config.write_bytes(good)
     assert keyed.complete("a").status_code == 200
-    # A controller that is away is Ray's to bring back; whatever becomes of the update, the server serves.
+    # A controller that is away is Ray's to bring back; whatever becomes of the update, the server
+    # serves.
     (controller,) = keyed.server.running("ServeController")
     controller.kill()
     keyed.server.send(signal.SIGUSR1)

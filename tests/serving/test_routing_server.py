@@ -47,7 +47,8 @@ async def test_shared_prefixes_land_together_and_every_replica_has_work(fleet: F
             prompts = [f"{'abcdefghi'[i] * 300} and then {turn}" for i in range(9)]
             await asyncio.gather(*(ask(http, prompt) for prompt in prompts))
     figures = prefix_figures(before, counters(fleet))
-    # Three turns of four find 300 of 313 tokens, in whole blocks. Placed at random they would find less than half.
+    # Three turns of four find 300 of 313 tokens, in whole blocks. Placed at random they would find
+    # less than half.
     assert figures["hit_rate"] > 0.6
     assert figures["busiest_share"] < 0.5
 

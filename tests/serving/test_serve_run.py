@@ -1,4 +1,5 @@
-"""`serve run deploy/config.yaml`, without the launcher: Ray's own command serves the same application."""
+"""`serve run deploy/config.yaml`, without the launcher: Ray's own command serves the same
+application."""
 
 import signal
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""A whole server under load, on Ray's fast path and on its default path: the same behaviour is required of both."""
+"""A whole server under load, on Ray's fast path and on its default path: the same behaviour is
+required of both."""
 
 import asyncio
 import json
@@ -76,7 +77,8 @@ async def test_chat_and_completions_answer(server: Server) -> None:
 
 
 def test_embeddings_through_openais_client(server: Server) -> None:
-    """Which asks for base64 by itself. Strictly it reads floats only, as its types do not know what it asks for."""
+    """Which asks for base64 by itself. Strictly it reads floats only, as its types do not know what
+    it asks for."""
     asked: dict[str, Any] = {"model": "tiny", "input": ["Once", "Twice", "Once"], "dimensions": 8}
     how: dict[str, Any] = {"api_key": "none", "base_url": f"{server.url}/v1", "max_retries": 0}
     with openai.OpenAI(**how) as client, openai.OpenAI(**how, _strict_response_validation=True) as strict:
@@ -171,7 +173,8 @@ async def test_beyond_its_queue_the_server_refuses_with_retry_after(server: Serv
 
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
         url = f"{server.url}/v1/completions"
-        # Every place is taken for longer than the others need to ask: what is drawn repeats nothing to be drafted.
+        # Every place is taken for longer than the others need to ask: what is drawn repeats nothing
+        # to be drafted.
         asks = (body(max_tokens=4000, temperature=1, seed=number) for number in range(PLACES))
         long = [asyncio.create_task(http.post(url, json=ask)) for ask in asks]
         try:
@@ -306,7 +309,8 @@ def test_everything_listens_on_loopback_only(server: Server) -> None:
 
 
 def test_ray_runs_no_dashboard(server: Server) -> None:
-    """Its process would start for Ray's usage statistics alone, and every start of ours wait for it."""
+    """Its process would start for Ray's usage statistics alone, and every start of ours wait for
+    it."""
     assert server.running("raylet")
     assert server.running("dashboard.py") == []
 
@@ -392,7 +396,8 @@ def test_streams_and_embeddings_outlive_their_only_replica(server: Server) -> No
         embeddings: list[Future[httpx.Response]] = []
 
         def under_way() -> bool:
-            """Beside the streams; not always `most` of them, since each makes room for the next one.
+            """Beside the streams; not always `most` of them, since each makes room for the next
+            one.
 
             They are asked for again when they have ended before anybody saw them run.
             """

@@ -1,4 +1,5 @@
-"""A fleet of three is told to end under load. The name sorts this file behind those whose tests need that fleet."""
+"""A fleet of three is told to end under load. The name sorts this file behind those whose tests
+need that fleet."""
 
 import httpx
 import pytest

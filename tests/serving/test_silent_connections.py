@@ -1,4 +1,5 @@
-"""Connections that say nothing, or hardly anything: whoever speaks is served meanwhile, and health is told at once."""
+"""Connections that say nothing, or hardly anything: whoever speaks is served meanwhile, and health
+is told at once."""
 
 import asyncio
 import contextlib
@@ -63,7 +64,8 @@ def fast_path_server(server: Server) -> Server:
 
 @pytest.mark.parametrize("opening", OPENINGS.values(), ids=OPENINGS)
 async def test_whoever_speaks_is_served_meanwhile(fast_path_server: Server, opening: bytes) -> None:
-    """Long before the silent ones' time is over (10 s), which is when they would let go of what they hold."""
+    """Long before the silent ones' time is over (10 s), which is when they would let go of what
+    they hold."""
     server = fast_path_server
     async with crowd(server, opening, ELSEWHERE), httpx.AsyncClient(timeout=5) as http:
         for _ in range(3):
@@ -74,7 +76,8 @@ async def test_whoever_speaks_is_served_meanwhile(fast_path_server: Server, open
 
 
 async def test_a_large_body_finds_room_among_slow_ones(fast_path_server: Server) -> None:
-    """A refusal says when to come back, and who comes back displaces one that has been slow since."""
+    """A refusal says when to come back, and who comes back displaces one that has been slow
+    since."""
     server = fast_path_server
     content = b" " * 100_000 + json.dumps(body()).encode()
     headers = {"content-type": "application/json"}
@@ -130,7 +133,8 @@ async def test_whoever_reads_nothing_for_a_minute_gives_its_place_back(fast_path
 
 @pytest.mark.slow
 async def test_an_address_has_only_so_many_unfinished_requests(start: Callable[..., Server], tiny_folder: Path) -> None:
-    """Those that are beyond it are closed; requests that are complete are not counted among them."""
+    """Those that are beyond it are closed; requests that are complete are not counted among
+    them."""
     args = {
         "model": str(tiny_folder),
         "served_model_name": "tiny",
@@ -143,7 +147,8 @@ async def test_an_address_has_only_so_many_unfinished_requests(start: Callable[.
     async with contextlib.AsyncExitStack() as stack:
         streams = []
         for number in range(8):
-            # What is drawn repeats nothing to be drafted: no stream ends before the connections are counted.
+            # What is drawn repeats nothing to be drafted: no stream ends before the connections are
+            # counted.
             request = body(max_tokens=4000, temperature=1, seed=number, stream=True)
             http = await stack.enter_async_context(httpx.AsyncClient(timeout=30))
             streams.append(await stack.enter_async_context(http.stream("POST", url, json=request)))

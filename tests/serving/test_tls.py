@@ -1,4 +1,5 @@
-"""Real servers that speak HTTPS: by HAProxy, whose certificate changes under a stream, and by Ray's own proxy."""
+"""Real servers that speak HTTPS: by HAProxy, whose certificate changes under a stream, and by Ray's
+own proxy."""
 
 import ssl
 from collections.abc import Callable

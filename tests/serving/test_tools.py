@@ -1,4 +1,5 @@
-"""Tools over a real server: OpenAI's client, the default model as `deploy/config.yaml` serves it, a replica killed."""
+"""Tools over a real server: OpenAI's client, the default model as `deploy/config.yaml` serves it, a
+replica killed."""
 
 import json
 import os
@@ -133,7 +134,8 @@ async def test_calls_come_whole_though_their_replicas_are_killed(start: Callable
         expected = await wire(server, None)
         assert len(json.loads(expected[1])["text"]) >= 1000
         assert expected[::2] == ["keep", end]
-        while len(struck) <= turn:  # an answer may be over before it is known which replica to strike
+        # an answer may be over before it is known which replica to strike
+        while len(struck) <= turn:
             wait_for(lambda: num_ready(server) == 2, "two replicas", timeout_s=150)
             assert await wire(server, lambda: struck.extend(kill_the_busy(server))) == expected
 

@@ -1,4 +1,5 @@
-"""What a real server shows of itself: the console, the timeline, a line for every request. At the end it is killed."""
+"""What a real server shows of itself: the console, the timeline, a line for every request. At the
+end it is killed."""
 
 import json
 import subprocess
@@ -84,7 +85,8 @@ def test_serve_app_timeline(server: Server, tmp_path: Path) -> None:
 def test_a_killed_launcher_takes_everything_with_it(server: Server) -> None:
     """The last of all tests with this server."""
     everybody = server.descendants()
-    # Ray's two agents of the node notice after about a minute; they hold nothing that others would miss.
+    # Ray's two agents of the node notice after about a minute; they hold nothing that others would
+    # miss.
     family = [process for process in everybody if "Agent" not in process.name()]
     server.process.kill()
     assert len(family) > 5

@@ -1,4 +1,5 @@
-"""The real server once through, for `make test`: a chat, a stream that outlives its replica, an orderly end."""
+"""The real server once through, for `make test`: a chat, a stream that outlives its replica, an
+orderly end."""
 
 from collections.abc import Callable
 from pathlib import Path

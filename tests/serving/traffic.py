@@ -41,7 +41,8 @@ async def ask(http: httpx.AsyncClient, request: dict[str, Any]) -> tuple[dict[in
     async with http.stream("POST", "/v1/completions", json=request) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
-            if line.startswith("data: "):  # not a comment, which keeps a quiet stream open, or an error's name
+            # not a comment, which keeps a quiet stream open, or an error's name
+            if line.startswith("data: "):
                 events.append(line.removeprefix("data: "))
                 if line != "data: [DONE]":
                     for choice in json.loads(events[-1]).get("choices", ()):

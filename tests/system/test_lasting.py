@@ -1,4 +1,5 @@
-"""Tasks that run as long as their process: what they raise ends none of them, is logged, and turns readiness off."""
+"""Tasks that run as long as their process: what they raise ends none of them, is logged, and turns
+readiness off."""
 
 import asyncio
 import logging

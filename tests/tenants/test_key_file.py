@@ -107,7 +107,8 @@ def test_a_watched_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, capl
 
 
 def test_an_invalid_file_is_parsed_once_and_read_as_soon_as_it_changes(tmp_path: Path) -> None:
-    """Each request to the metrics port looks at it: 0.5 s of parsing for 4,000 keys would be the client's to order."""
+    """Each request to the metrics port looks at it: 0.5 s of parsing for 4,000 keys would be the
+    client's to order."""
     path, parsed = tmp_path / "keys.yaml", 0
 
     def check(ring: KeyRing) -> None:

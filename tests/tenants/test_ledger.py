@@ -1,4 +1,5 @@
-"""The ledger: nothing that was written is lost, whoever else writes, whatever a crash left behind."""
+"""The ledger: nothing that was written is lost, whoever else writes, whatever a crash left
+behind."""
 
 import errno
 import fcntl

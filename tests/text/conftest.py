@@ -1,4 +1,5 @@
-"""Two kinds of tokenizers: the default model's (byte-level) and a small one that writes word starts as "▁"."""
+"""Two kinds of tokenizers: the default model's (byte-level) and a small one that writes word starts
+as "▁"."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Tokenizers with the chat templates of five families of models, for tests of tools and reasoning."""
+"""Tokenizers with the chat templates of five families of models, for tests of tools and
+reasoning."""
 
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,8 @@ def _template(family: str) -> str:
 
 @cache
 def tokenizer_of(family: str) -> Tokenizer:
-    """The default model's vocabulary with the family's template and markers, special or not as the family has them."""
+    """The default model's vocabulary with the family's template and markers, special or not as the
+    family has them."""
     default = load_tokenizer("default", tools="hermes")
     if family == "hermes":
         return default

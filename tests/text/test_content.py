@@ -1,4 +1,5 @@
-"""Stop strings, `min_tokens` and log-probabilities are those of an answer's content, however its tokens come."""
+"""Stop strings, `min_tokens` and log-probabilities are those of an answer's content, however its
+tokens come."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,8 @@ def cut_by_search(whole: list[Part], stops: list[str]) -> tuple[list[Part], str 
 
 
 def with_dropped_space(parts: list[Part], text: str) -> list[Part]:
-    """The parts, each content with the white space behind it, which an answer drops in front of a call."""
+    """The parts, each content with the white space behind it, which an answer drops in front of a
+    call."""
     pairs = [(part, text[part.end :] if part.kind is Kind.CONTENT else "") for part in parts]
     return [replace(p, text=p.text + rest[: len(rest) - len(rest.lstrip())]) for p, rest in pairs]
 
@@ -95,7 +97,8 @@ def test_the_first_stop_string_in_the_content_ends_the_answer(family: str, data:
         assert (words(shown), ended_by, stop_string_told) == (words(free), reason, None)
     else:
         assert (ended_by, stop_string_told) == (FinishReason.STOP, found)
-        # White space between content and a call is not shown, but it is searched, since it comes before the call.
+        # White space between content and a call is not shown, but it is searched, since it comes
+        # before the call.
         assert words(shown) == words(parts) or [p.text.rstrip() for p in shown] == [p.text.rstrip() for p in parts]
 
 
@@ -143,7 +146,8 @@ def test_min_tokens_are_the_contents() -> None:
 
 
 def test_text_that_is_held_for_a_stop_string_waits_for_nothing_else() -> None:
-    """A call behind it shows at once, and white space that a stop string needs does not wait for a word."""
+    """A call behind it shows at once, and white space that a stop string needs does not wait for a
+    word."""
     form = tokenizer_of("hermes").tool_format
     assert form is not None
     parser = MessageParser(form, TOOLS, stops=StopMatcher(("\nUser:",)))

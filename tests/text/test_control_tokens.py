@@ -1,4 +1,5 @@
-"""Control tokens that clients write are text, and change nothing else of what a template makes of their messages."""
+"""Control tokens that clients write are text, and change nothing else of what a template makes of
+their messages."""
 
 from typing import Any
 

@@ -25,7 +25,8 @@ def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
 def test_streamed_pieces_of_any_text_join_to_the_whole(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = stream(tokenizer, ids)
-    whole = tokenizer.decode(ids, skip_special_tokens=True)  # not always `text`: vocabularies lack some rare bytes
+    # not always `text`: vocabularies lack some rare bytes
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
     assert "".join(pieces) == whole
     assert "\ufffd" in whole or all("\ufffd" not in piece for piece in pieces)
 
@@ -84,7 +85,8 @@ def test_the_text_of_byte_level_ids_is_the_librarys(byte_level: Tokenizer, ids: 
 
 
 def test_a_run_of_bytes_that_turns_out_broken_leaves_the_text_before_it(sentencepiece: Tokenizer) -> None:
-    """The library replaces the whole run, also what was shown of it; its own streams raise there."""
+    """The library replaces the whole run, also what was shown of it; its own streams raise
+    there."""
     ids = [sentencepiece._backend.token_to_id(piece) for piece in ("<0x0A>", "<0xE6>", "a", "<0xE6>", "<0xB0>")]
     assert stream(sentencepiece, ids) == ["\n", "", "\ufffda", "", "", "\ufffd"]
 

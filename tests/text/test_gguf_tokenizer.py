@@ -1,4 +1,5 @@
-"""The tokenizers of GGUF files: their ids are llama.cpp's, and what cannot be honoured is refused by name."""
+"""The tokenizers of GGUF files: their ids are llama.cpp's, and what cannot be honoured is refused
+by name."""
 
 import gzip
 import json
@@ -49,8 +50,8 @@ DEPARTURES = {
     "cohere2moe": r"[a-z][A-Z]|\d",
     "afmoe": r"\d",
 }
-"""Lines in which llama.cpp does not do what the model's own patterns say: it joins words that change from small letters
-to capitals, and leaves white space together with the digits behind it."""
+"""Lines in which llama.cpp does not do what the model's own patterns say: it joins words that
+change from small letters to capitals, and leaves white space together with the digits behind it."""
 
 
 def differing(token_ids: Iterable[list[int]], checksums: list[int]) -> list[str]:
@@ -98,7 +99,8 @@ def test_a_thousand_lines_have_llama_cpp_s_ids(model: str) -> None:
 
 
 def test_a_numbered_list_and_a_run_of_spaces() -> None:
-    """Digits are split off before everything else; Gemma's runs of up to 31 spaces are tokens that nothing merges."""
+    """Digits are split off before everything else; Gemma's runs of up to 31 spaces are tokens that
+    nothing merges."""
     default, gemma = map(tokenizer_of, ("default", "gemma"))
     assert [default.token_bytes(i) for i in default.encode("\n\n1.")] == [b"\n\n", b"1", b"."]
     spaces = [gemma.token_bytes(i) for i in gemma.encode(" " * 33, add_special_tokens=False)]
@@ -107,7 +109,8 @@ def test_a_numbered_list_and_a_run_of_spaces() -> None:
 
 @pytest.mark.parametrize(("names", "expected"), truth()["pre"], ids=[names[0] for names, _ in truth()["pre"]])
 def test_each_pre_tokenizer_splits_as_llama_cpp_does(names: list[str], expected: list[int]) -> None:
-    """With the default model's tokens and merges. Names that llama.cpp splits alike are split alike here."""
+    """With the default model's tokens and merges. Names that llama.cpp splits alike are split alike
+    here."""
     vocabulary, merges = default_vocabulary()
     for pre in {PRE_TOKENIZERS[name] for name in names}:
         backend = _merging(vocabulary, merges, pre)
@@ -204,7 +207,8 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
 @settings(max_examples=examples(200))
 @given(text=st.text(max_size=80))
 def test_any_text_comes_back(text: str) -> None:
-    """But for bytes that the default model's vocabulary lacks, and for the mark that stands for a space in Gemma's."""
+    """But for bytes that the default model's vocabulary lacks, and for the mark that stands for a
+    space in Gemma's."""
     default, gemma = map(tokenizer_of, ("default", "gemma"))
     ids = default.encode(text)
     assert b"".join(map(default.token_bytes, ids)).decode(errors="replace") == default.decode(ids)

@@ -1,4 +1,5 @@
-"""Answers become messages: reasoning, content and calls, the same however the text was cut, in five forms of calls."""
+"""Answers become messages: reasoning, content and calls, the same however the text was cut, in five
+forms of calls."""
 
 import json
 from typing import Any

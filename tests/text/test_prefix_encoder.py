@@ -1,6 +1,8 @@
-"""A text whose beginning is remembered has the ids that the tokenizer itself gives it, whatever its pattern for words.
+"""A text whose beginning is remembered has the ids that the tokenizer itself gives it, whatever its
+pattern for words.
 
-The vocabulary is the real one; the patterns are those of GPT-2, of Llama 3 and Qwen, of GPT-4o and of DeepSeek V3.
+The vocabulary is the real one; the patterns are those of GPT-2, of Llama 3 and Qwen, of GPT-4o and
+of DeepSeek V3.
 """
 
 import json
@@ -59,7 +61,8 @@ TEXT_PARTS = [
 
 @cache
 def backend(pattern: str) -> tokenizers.Tokenizer:
-    """The real model's tokenizer, with other patterns of words and with added tokens that hold letters and spaces."""
+    """The real model's tokenizer, with other patterns of words and with added tokens that hold
+    letters and spaces."""
     made = tokenizers.Tokenizer.from_str(load_tokenizer("default")._backend.to_str())
     regex = PATTERNS[pattern]
     if regex is not None:

@@ -1,4 +1,5 @@
-"""How models call tools and reason is found in their chat templates; history is written as each template wants it."""
+"""How models call tools and reason is found in their chat templates; history is written as each
+template wants it."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""What the grammar of tools lets a model write: random tokens are calls that validate, in every form of calls."""
+"""What the grammar of tools lets a model write: random tokens are calls that validate, in every
+form of calls."""
 
 import json
 import random
@@ -57,7 +58,8 @@ MOVE: dict[str, Any] = {
 }
 STOP: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"weather": WEATHER, "move": MOVE, "stop": STOP}
-# A token per byte, and the markers that are special tokens in models: masks of few tokens are quick.
+# A token per byte, and the markers that are special tokens in models: masks of few tokens are
+# quick.
 SPECIAL = ["<eos>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "</think>"]
 EOS = 256
 TOKENS = [bytes([byte]) for byte in range(256)] + [token.encode() for token in SPECIAL]
@@ -270,7 +272,8 @@ HOSTILE: dict[str, Calls] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_tool_takes_much_work(family: str, name: str) -> None:
-    """Counted in what llguidance has to build, and walked for 200 tokens, each bounded by llguidance's own limits."""
+    """Counted in what llguidance has to build, and walked for 200 tokens, each bounded by
+    llguidance's own limits."""
     calls = replace(HOSTILE[name], form=form_of(family))
     with counted() as work, suppress(InvalidRequestError):
         matcher = compiled(family).matcher(message_grammar(calls, None, None, SPECIAL_IDS.get(family, {})))

@@ -34,7 +34,8 @@ WRITER = PromptWriter(WordTokenizer())
 
 
 class FakeServer:
-    """Answers completions with the events that `script(body)` gives, and remembers what it was asked."""
+    """Answers completions with the events that `script(body)` gives, and remembers what it was
+    asked."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []

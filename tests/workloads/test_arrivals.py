@@ -1,4 +1,5 @@
-"""Random arrivals keep their rate and their variation; traces are read in both layouts, and nothing else is."""
+"""Random arrivals keep their rate and their variation; traces are read in both layouts, and nothing
+else is."""
 
 from itertools import pairwise
 from pathlib import Path

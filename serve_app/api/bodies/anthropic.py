@@ -21,7 +21,8 @@ _SAID_BY = {
     "system": ("text",),
 }
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""What one client puts in front of its system prompt, another with each request: no prefix would be found again."""
+"""What one client puts in front of its system prompt, another with each request: no prefix would be
+found again."""
 
 
 def _check_blocks(value: object) -> object:
@@ -191,7 +192,8 @@ class CountTokensBody(TranslatedBody):
     tool_choice: AnthropicToolChoice | None = None
     """`auto`, `any`, `tool` or `none`."""
     thinking: ThinkingConfig | None = None
-    """Passed to the chat template as far as it supports it; `budget_tokens` applies to models that reason."""
+    """Passed to the chat template as far as it supports it; `budget_tokens` applies to models that
+    reason."""
     output_config: OutputConfig | None = None
     """`format`: a JSON schema for the answer."""
 
@@ -236,5 +238,6 @@ class MessagesBody(CountTokensBody):
     """Stop strings."""
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The other fields of the chat request, but for `max_tokens`, which may be more than fit here."""
+        """The other fields of the chat request, but for `max_tokens`, which may be more than fit
+        here."""
         return {**super().chat_fields(tokenizer), "stop": self.stop_sequences}

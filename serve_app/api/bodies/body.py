@@ -14,14 +14,15 @@ from serve_app.api.bodies.ignored import ANYTHING, Ignored, changes_nothing
 SHOWN = 64
 """Characters of a client's text that an error repeats at most."""
 MAX_CONTAINERS = 32_768
-"""JSON objects and arrays of one body. The parser holds the interpreter until it is done: for 4 MiB of small objects
-ten times as long as for one text."""
+"""JSON objects and arrays of one body. The parser holds the interpreter until it is done: for 4 MiB
+of small objects ten times as long as for one text."""
 
 _STRING_OR_OPENING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
 def has_too_many_containers(raw: bytes) -> bool:
-    """Whether a body, valid JSON or not, holds more than `MAX_CONTAINERS`. Others may run meanwhile."""
+    """Whether a body, valid JSON or not, holds more than `MAX_CONTAINERS`. Others may run
+    meanwhile."""
     if raw.count(b"{") + raw.count(b"[") <= MAX_CONTAINERS:
         return False
     openings = (match for match in _STRING_OR_OPENING.finditer(raw) if match[0] in (b"{", b"["))
@@ -65,7 +66,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        # Done here and not with extra="forbid", which collects one error for each of a million fields.
+        # Done here and not with extra="forbid", which collects one error for each of a million
+        # fields.
         if not isinstance(data, dict):
             return data
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
@@ -102,7 +104,8 @@ class Variant(Body):
 
     @classmethod
     def check_types(cls, value: object, noun: str) -> None:
-        """Raise the refusal of a list that holds an object of a type that is none of these; `noun` is what it holds."""
+        """Raise the refusal of a list that holds an object of a type that is none of these; `noun`
+        is what it holds."""
         for i, item in enumerate(value if isinstance(value, list) else ()):
             kind = item.get("type") if isinstance(item, dict) else None
             if isinstance(kind, str) and kind not in cls.needs:

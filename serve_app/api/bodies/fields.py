@@ -1,4 +1,5 @@
-"""Types of bodies' fields that have several forms: what each takes, what it becomes, and how /openapi.json tells it."""
+"""Types of bodies' fields that have several forms: what each takes, what it becomes, and how
+/openapi.json tells it."""
 
 from typing import Annotated, Any
 
@@ -51,7 +52,8 @@ def _check_template_kwargs(value: dict[str, Any] | None) -> dict[str, Any] | Non
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {int}  # a million of them in milliseconds
+    # a million of them in milliseconds
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _check_prompt(value: object) -> list[str] | list[list[int]]:

@@ -1,7 +1,9 @@
-"""Fields that are accepted and ignored, because they change no answer of this server: one table for each kind of body.
+"""Fields that are accepted and ignored, because they change no answer of this server: one table for
+each kind of body.
 
-A name stands with the values that change nothing, or with `ANYTHING`; with no values (`NOTHING`) it is a field that is
-known and refused. Null is "not given", under any name. What would change the answer must not be here.
+A name stands with the values that change nothing, or with `ANYTHING`; with no values (`NOTHING`) it
+is a field that is known and refused. Null is "not given", under any name. What would change the
+answer must not be here.
 """
 
 from collections.abc import Mapping

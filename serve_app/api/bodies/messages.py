@@ -1,4 +1,5 @@
-"""The messages of a chat request: text, calls of tools and their results, reasoning that clients send back."""
+"""The messages of a chat request: text, calls of tools and their results, reasoning that clients
+send back."""
 
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self

@@ -1,4 +1,5 @@
-"""Arguments of calls that were made, as they come back: the JSON that a model wrote, which may be cut or broken."""
+"""Arguments of calls that were made, as they come back: the JSON that a model wrote, which may be
+cut or broken."""
 
 import json
 from typing import Any
@@ -11,9 +12,11 @@ _MOST_DEPTH = 64
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The object that `text` is, or that its beginning makes if it was cut; else an object that holds the text.
+    """The object that `text` is, or that its beginning makes if it was cut; else an object that
+    holds the text.
 
-    Nothing raises. The result can be written as JSON (but for NaN and infinity, which Python writes too).
+    Nothing raises. The result can be written as JSON (but for NaN and infinity, which Python writes
+    too).
     """
     for read in (json.loads, _beginning):
         try:
@@ -25,7 +28,8 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def as_object(value: dict[str, Any]) -> dict[str, Any]:
-    """An object that a client sent, if it can be written; else one that holds it as text. Raises `ValueError`."""
+    """An object that a client sent, if it can be written; else one that holds it as text. Raises
+    `ValueError`."""
     try:
         return _writable(value)
     except (ValueError, RecursionError):
@@ -33,7 +37,8 @@ def as_object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(text: str) -> str:
-    """`text` if it is an object that every client can read, else `arguments_of` it as JSON. Nothing raises."""
+    """`text` if it is an object that every client can read, else `arguments_of` it as JSON. Nothing
+    raises."""
     try:
         value = json.loads(text, parse_constant=_refuse)
         if _writable(value) is value and json.dumps(value, allow_nan=False):
@@ -51,7 +56,8 @@ def _beginning(text: str) -> Any:
 
 
 def _writable(value: Any) -> dict[str, Any]:
-    """The object `value` without half characters. Raises `ValueError` for what is none or nested too deeply."""
+    """The object `value` without half characters. Raises `ValueError` for what is none or nested
+    too deeply."""
     if not isinstance(value, dict) or _depth(value) > _MOST_DEPTH:
         raise ValueError
     text = json.dumps(value, ensure_ascii=False)

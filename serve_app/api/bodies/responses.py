@@ -1,4 +1,5 @@
-"""POST /v1/responses: the body and its translation to a chat request. It is stateless: `input` is the whole history."""
+"""POST /v1/responses: the body and its translation to a chat request. It is stateless: `input` is
+the whole history."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -214,8 +215,8 @@ class ResponsesBody(TranslatedBody):
     reasoning: Reasoning | None = None
     """`effort`; ignored where the chat template supports no effort."""
     include: list[str] | None = None
-    """`message.output_text.logprobs` is supported; other values are ignored, since they belong to built-in tools or
-    stored responses."""
+    """`message.output_text.logprobs` is supported; other values are ignored, since they belong to
+    built-in tools or stored responses."""
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Alternatives per token of the texts, without reasoning and calls."""
     metadata: dict[str, str] | None = None

@@ -1,7 +1,8 @@
 """Request bodies: every field that the server honours, and its type.
 
-Parsing is strict: no string becomes a number, an unknown field is refused by name, null means "not given". Fields that
-are accepted without effect are listed in `ignored`. `SamplingParams` checks the ranges of sampling parameters.
+Parsing is strict: no string becomes a number, an unknown field is refused by name, null means "not
+given". Fields that are accepted without effect are listed in `ignored`. `SamplingParams` checks the
+ranges of sampling parameters.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: every chunk carries the token counts so far, since one event may contain several tokens."""
+    """With `include_usage`: every chunk carries the token counts so far, since one event may
+    contain several tokens."""
 
 
 class JsonSchemaFormat(Body):
@@ -93,7 +95,8 @@ class StructuredOutputs(Body):
         return self
 
 
-# Each field of `SamplingParams` that a client sets, optional. Bodies with another form of a field declare it below.
+# Each field of `SamplingParams` that a client sets, optional. Bodies with another form of a field
+# declare it below.
 _sampling_fields: dict[str, Any] = {
     name: (kind | None, Field(None, description=MEANINGS.get(name)))
     for name, kind in SamplingParams.client_fields().items()
@@ -107,7 +110,8 @@ class SharedBody(SamplingFields):
     model: str | None = None
     """The served model, if given."""
     min_tokens: int | None = None
-    """No end before this many tokens; at most `max_tokens`. For stop strings, reasoning tokens do not count."""
+    """No end before this many tokens; at most `max_tokens`. For stop strings, reasoning tokens do
+    not count."""
     logit_bias: LogitBias = None
     """Added to the logits of tokens, by token id: at most 1,024 ids, values from -100 to 100."""
     seed: int | None = None
@@ -130,7 +134,8 @@ class SharedBody(SamplingFields):
     ] = None
     """Only these tokens are sampled. End tokens must be included."""
     bad_words: Annotated[list[BadWord] | None, Field(fail_fast=True, max_length=MAX_BAD_WORDS // 2)] = None
-    """Texts of up to 256 characters that are not generated, in the tokens that each has alone or after a space."""
+    """Texts of up to 256 characters that are not generated, in the tokens that each has alone or
+    after a space."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the text."""
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
@@ -159,23 +164,28 @@ class GenerationBody(SharedBody):
     n: int | None = None
     """Number of choices; they share the prompt's KV blocks."""
     max_tokens: MaxTokens = None
-    """Per choice; must fit the context together with the prompt. -1 is the rest of the context. 0 scores the prompt,
-    with `echo` or `prompt_logprobs`. Default: 16 for completions, the rest of the context for chat."""
+    """Per choice; must fit the context together with the prompt. -1 is the rest of the context. 0
+    scores the prompt, with `echo` or `prompt_logprobs`. Default: 16 for completions, the rest of
+    the context for chat."""
     stop: Stop = None
     """Stop strings: texts that end the answer and are left out of it."""
     stream_options: StreamOptions | None = None
-    """`include_usage`, and `continuous_usage_stats` for token counts in every chunk; requires `stream`."""
+    """`include_usage`, and `continuous_usage_stats` for token counts in every chunk; requires
+    `stream`."""
     structured_outputs: StructuredOutputs | None = None
-    """Constrained output: one of `json`, `json_object`, `regex`, `choice` (optionally with `odds`), `grammar`."""
+    """Constrained output: one of `json`, `json_object`, `regex`, `choice` (optionally with `odds`),
+    `grammar`."""
     return_token_ids: bool | None = None
-    """Return `token_ids` in choices and chunks, and `prompt_token_ids` in the answer (chat) or the choices."""
+    """Return `token_ids` in choices and chunks, and `prompt_token_ids` in the answer (chat) or the
+    choices."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    """Log-probabilities of prompt tokens, with this many alternatives, in vLLM's format; not with `stream`."""
+    """Log-probabilities of prompt tokens, with this many alternatives, in vLLM's format; not with
+    `stream`."""
     truncate_prompt_tokens: Annotated[
         int | None, WithJsonSchema({"type": ["integer", "null"], "minimum": -1, "not": {"const": 0}})
     ] = None
-    """Use only this many tokens at the end of the prompt; -1 leaves room for `max_tokens`. A text longer than twice the
-    context is still refused."""
+    """Use only this many tokens at the end of the prompt; -1 leaves room for `max_tokens`. A text
+    longer than twice the context is still refused."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -256,7 +266,8 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     """Continue the assistant's last message; the answer contains the new text only."""
     chat_template_kwargs: TemplateVariables = None
-    """Variables of the model's chat template: `enable_thinking`, `thinking`, `preserve_thinking`, `date_string`."""
+    """Variables of the model's chat template: `enable_thinking`, `thinking`, `preserve_thinking`,
+    `date_string`."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -295,11 +306,12 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """Add the special tokens that the tokenizer puts around a text. Default: true."""
     suffix: str | None = None
-    """Text after the gap, for tokenizers with fill-in-the-middle marks (Qwen 2.5 Coder, StarCoder, DeepSeek Coder,
+    """Text after the gap, for tokenizers with fill-in-the-middle marks (Qwen 2.5 Coder, StarCoder,
+    DeepSeek Coder,
     Code Llama, CodeGemma); not with `echo` or `truncate_prompt_tokens`."""
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
-    """Number of generated choices, at least `n`; the `n` with the highest log-probability per token are returned, best
-    first. `usage` counts all. Not with `stream`."""
+    """Number of generated choices, at least `n`; the `n` with the highest log-probability per token
+    are returned, best first. `usage` counts all. Not with `stream`."""
 
     @model_validator(mode="after")
     def _check_choices(self) -> Self:
@@ -331,7 +343,8 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Validate a JSON body. Raises `InvalidRequestError` that names the field and repeats nothing of the body."""
+    """Validate a JSON body. Raises `InvalidRequestError` that names the field and repeats nothing
+    of the body."""
     return _or_raise(_read(kind, raw))
 
 
@@ -361,9 +374,11 @@ def _validated(kind: type[BodyT], data: dict[str, Any]) -> BodyT | InvalidReques
 
 
 def _or_raise(result: BodyT | InvalidRequestError) -> BodyT:
-    """A raised error holds the frames it went through: only here, where nothing is left of what was parsed.
+    """A raised error holds the frames it went through: only here, where nothing is left of what was
+    parsed.
 
-    Of 4 MiB of JSON that may be 40 MiB, and many such errors may wait until the event loop answers them.
+    Of 4 MiB of JSON that may be 40 MiB, and many such errors may wait until the event loop answers
+    them.
     """
     try:
         if isinstance(result, InvalidRequestError):

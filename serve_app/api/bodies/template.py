@@ -1,4 +1,5 @@
-"""What a chat request asks of the model's chat template beside its messages: tools, and variables of its own."""
+"""What a chat request asks of the model's chat template beside its messages: tools, and variables
+of its own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

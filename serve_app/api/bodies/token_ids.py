@@ -23,7 +23,8 @@ _CHAT_PROMPT = (
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages and other fields that a chat passes to the chat template."""
+    """POST /tokenize: a text, or messages and other fields that a chat passes to the chat
+    template."""
 
     model: str | None = None
     """The served model, if given."""

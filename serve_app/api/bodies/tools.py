@@ -17,7 +17,8 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(Body):
-    """A function by name, with the JSON schema of its arguments. `strict`: the schema is always enforced."""
+    """A function by name, with the JSON schema of its arguments. `strict`: the schema is always
+    enforced."""
 
     name: ToolName
     description: str | None = None
@@ -105,7 +106,8 @@ def check_tools(tools: list[Tool] | None) -> list[Tool] | None:
 
 
 def allowed_names(tools: list[Tool] | None, choice: ToolChoice) -> tuple[list[str], bool]:
-    """(names of the tools that may be called, whether one must be). Raises `InvalidRequestError` for unknown names."""
+    """(names of the tools that may be called, whether one must be). Raises `InvalidRequestError`
+    for unknown names."""
     names = [tool.function.name for tool in tools or ()]
     if choice == "none" or not names:
         return [], False

@@ -1,4 +1,5 @@
-"""Requests of other APIs in chat's words, so that all that follows is the same code: template, tools, grammar, limits.
+"""Requests of other APIs in chat's words, so that all that follows is the same code: template,
+tools, grammar, limits.
 
 An endpoint adds its body, which says what it means as a chat request, and its wire.
 """
@@ -52,13 +53,15 @@ class TranslatedBody(SharedBody):
 
 
 class Conversation:
-    """Chat's messages from items that come one by one. What the assistant did in one turn becomes one message."""
+    """Chat's messages from items that come one by one. What the assistant did in one turn becomes
+    one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, role: str, text: str) -> None:
-        """A message; what several system messages at the beginning say becomes one, as templates take no more."""
+        """A message; what several system messages at the beginning say becomes one, as templates
+        take no more."""
         if role == "assistant":
             self._join("content", text)
         elif role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
@@ -80,7 +83,8 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def ends_with_text(self) -> bool:
-        """Whether the assistant's last message is a text, which can be continued; an empty one is left out."""
+        """Whether the assistant's last message is a text, which can be continued; an empty one is
+        left out."""
         last = self.messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             return False

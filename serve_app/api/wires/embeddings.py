@@ -45,15 +45,18 @@ class EmbeddingsBody(Body):
     model: str | None = None
     """The served model, if given."""
     input: Annotated[Prompt, AfterValidator(_check_count)]
-    """A text, token ids, or a list of either; at most 2,048, none empty, each within the context."""
+    """A text, token ids, or a list of either; at most 2,048, none empty, each within the
+    context."""
     dimensions: Annotated[int | None, Field(ge=1)] = None
-    """Return the first `dimensions` numbers, normalized to length 1; at most the hidden size, which is the default."""
+    """Return the first `dimensions` numbers, normalized to length 1; at most the hidden size, which
+    is the default."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` is little-endian float32, and faster. Default: `float`."""
     user: Annotated[str | None, Field(max_length=512)] = None
     """Users share the API key's share of the queue."""
     pooling: Pooling | None = None
-    """Hidden state of the last token, or the mean over all tokens. Default: the checkpoint's setting, else `last`."""
+    """Hidden state of the last token, or the mean over all tokens. Default: the checkpoint's
+    setting, else `last`."""
     add_special_tokens: bool | None = None
     """Add the special tokens that the tokenizer puts around a text. Default: true."""
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None

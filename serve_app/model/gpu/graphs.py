@@ -174,7 +174,8 @@ class DecodeBuffer:
         """Launch the single copy of a step of single-token rows that all sample. None: all rows are
         padding.
         """
-        pinned = self._numbers.is_cuda  # torch does not reuse page-locked memory before the copy has finished
+        # torch does not reuse page-locked memory before the copy has finished
+        pinned = self._numbers.is_cuda
         numbers = torch.zeros(bucket * (4 + len(Column)), dtype=torch.int64, pin_memory=pinned)
         # Padding rows are greedy: they need no search for thresholds.
         tokens, parameters = (part.numpy() for part in self._split(numbers, bucket))

@@ -31,7 +31,8 @@ def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction:
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
     if kv_cache_gib is not None:
         budget = min(budget, kv_cache_gib * GIB)
-    num_blocks = int(budget) // model.kv_bytes_per_block() - 1  # the runner keeps one block for itself
+    # the runner keeps one block for itself
+    num_blocks = int(budget) // model.kv_bytes_per_block() - 1
     if num_blocks < needed:
         need_gib = needed * model.kv_bytes_per_block() / GIB
         raise ConfigError(

@@ -278,7 +278,8 @@ def _edit(row: Tensor, slot: Slot, eos_token_ids: Sequence[int], allowed: TokenS
 def _most_likely(logits: Tensor) -> tuple[Tensor, list[int]]:
     """Return each row's largest logit [R] and the first id with it. NaN counts as the largest."""
     if logits.device.type == "cpu":
-        values = logits.numpy()  # numpy's argmax is several times as fast as torch's, and guarantees the first
+        # numpy's argmax is several times as fast as torch's, and guarantees the first
+        values = logits.numpy()
         first = values.argmax(1)
         return torch.from_numpy(values[np.arange(len(values)), first]), first.tolist()
     parts = _in_parts(logits)

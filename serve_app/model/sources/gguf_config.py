@@ -187,7 +187,8 @@ def _gemma(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> 
         if not math.isclose(scalar**-0.5, scale, rel_tol=1e-5):
             keys.refuse("attention.scale", f"{scale} is not the inverse root of a whole number")
     values["query_pre_attn_scalar"] = scalar
-    if values["sliding_window"] is None:  # its modules require a number even if no layer has a window
+    # its modules require a number even if no layer has a window
+    if values["sliding_window"] is None:
         values["sliding_window"] = values["max_position_embeddings"]
         values["layer_types"] = ["full_attention"] * keys.count("block_count")
 

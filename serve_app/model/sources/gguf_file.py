@@ -101,7 +101,8 @@ def _read_index(folder: Path) -> tuple[Path, dict[str, StoredTensor], dict[str, 
     """Return the folder, the tensors by the module's names, and the refused keys. Raises any
     exception for a damaged file.
     """
-    dict(json.loads((folder / "config.json").read_text()))  # only checked; the module is built from it later
+    # only checked; the module is built from it later
+    dict(json.loads((folder / "config.json").read_text()))
     index = json.loads((folder / "tensors.json").read_text())
     stored = {
         name: StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in index["tensors"].items()

@@ -81,7 +81,8 @@ def _kind_and_factor(keys: Metadata) -> tuple[str, float]:
 def _yarn(keys: Metadata, factor: float, attention_factor: float) -> dict[str, Any]:
     """Read the YaRN keys for any type: other types ignore them."""
     extrapolation = keys.number("rope.scaling.yarn_ext_factor", 1.0)
-    if extrapolation >= 0 and extrapolation != 1.0:  # llama.cpp reads a negative number as "not set"
+    # llama.cpp reads a negative number as "not set"
+    if extrapolation >= 0 and extrapolation != 1.0:
         keys.refuse("rope.scaling.yarn_ext_factor", f"{extrapolation}: only 1 is computed")
     usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
     return {

@@ -79,7 +79,8 @@ class GivenHidden(nn.Module):
         """Return the given hidden states and forget them."""
         value, self.value = self.value, None
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
-        output.router_logits = None  # read by heads of mixtures of experts, for a loss that is not used here
+        # read by heads of mixtures of experts, for a loss that is not used here
+        output.router_logits = None
         return output
 
 

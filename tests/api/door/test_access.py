@@ -1,4 +1,5 @@
-"""Who may come in: on every route of the application, by every kind of key, and what a key then may do."""
+"""Who may come in: on every route of the application, by every kind of key, and what a key then may
+do."""
 
 import asyncio
 import re
@@ -259,7 +260,8 @@ async def test_prefixes_are_shared_by_all_where_the_operator_says_so(tokenizer: 
 
 
 async def test_keys_take_turns_by_their_weights(server: Guarded) -> None:
-    """A queue full of others' requests takes those of a key with less in it; a user is a share of its key."""
+    """A queue full of others' requests takes those of a key with less in it; a user is a share of
+    its key."""
     server.service.hold = asyncio.Event()
     posts = [asyncio.create_task(server.ask("Key-One", user=f"user {i}", seed=i)) for i in range(12)]
     while (server.service.running, server.queue.queued) != (4, 8):  # noqa: ASYNC110

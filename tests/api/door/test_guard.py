@@ -25,7 +25,8 @@ async def send(
     path: str = "/v1/completions",
     source: str = "test",
 ) -> tuple[int | None, dict[bytes, bytes], dict[str, Any], int]:
-    """(status, headers, JSON body, how many of `messages` were read); after the last message nothing more comes."""
+    """(status, headers, JSON body, how many of `messages` were read); after the last message
+    nothing more comes."""
     sent: list[dict[str, Any]] = []
     left = list(messages)
 
@@ -69,7 +70,8 @@ async def test_an_undeclared_body_is_read_up_to_the_limit(api: Api) -> None:
 async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> None:
     api.service.hold = asyncio.Event()
     large = b'{"prompt": "x", "user": "%b"}' % (b" " * 900_000)
-    slow = [asyncio.create_task(send(api, [part(large[:-1], more=True)])) for _ in range(2)]  # 1.8 of 2 MB
+    # 1.8 of 2 MB
+    slow = [asyncio.create_task(send(api, [part(large[:-1], more=True)])) for _ in range(2)]
     await asyncio.sleep(0)
     status, _, answer, _ = await send(api, [part(large)])
     assert (status, answer["error"]["code"]) == (429, "bodies_full")
@@ -83,7 +85,8 @@ async def test_large_bodies_of_many_clients_are_bounded_together(api: Api) -> No
 async def test_large_bodies_turn_no_small_one_away(api: Api) -> None:
     large = [part(b'{"prompt": "', more=True), part(b" " * 990_000, more=True)]
     full = [asyncio.create_task(send(api, large)) for _ in range(2)]
-    rest = asyncio.create_task(send(api, [part(b" " * 19_000, more=True)]))  # a thousand bytes of room are left
+    # a thousand bytes of room are left
+    rest = asyncio.create_task(send(api, [part(b" " * 19_000, more=True)]))
     await asyncio.sleep(0)
     assert (await send(api, [part(b'{"prompt": "x"%b}' % (b" " * 60_000))]))[0] == 200
     for task in (*full, rest):
@@ -92,7 +95,8 @@ async def test_large_bodies_turn_no_small_one_away(api: Api) -> None:
 
 
 async def test_many_bodies_under_way_give_way_to_others(tokenizer: Tokenizer) -> None:
-    """The oldest of whoever has the most ends, once it has had a second; younger ones keep newcomers out."""
+    """The oldest of whoever has the most ends, once it has had a second; younger ones keep
+    newcomers out."""
     limits = make_limits(max_uploads=3, body_timeout_s=30.0)
     api = build_api(ScriptedService(tokenizer), AsyncAdmissionQueue(4, 2), limits)
     loop = asyncio.get_running_loop()
@@ -166,7 +170,8 @@ async def test_any_other_request_id_is_replaced(api: Api, given: bytes) -> None:
 
 
 async def test_a_refused_body_is_gone_with_its_request(api: Api) -> None:
-    """Not only once garbage is collected: large bodies that are refused would fill the memory meanwhile."""
+    """Not only once garbage is collected: large bodies that are refused would fill the memory
+    meanwhile."""
     gc.collect()
     before = sum(issubclass(type(one), RequestError) for one in gc.get_objects())
     gc.disable()

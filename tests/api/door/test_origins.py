@@ -1,4 +1,5 @@
-"""What a page in a browser may not do: use a server that its visitor reaches, or read what it says."""
+"""What a page in a browser may not do: use a server that its visitor reaches, or read what it
+says."""
 
 from typing import Any
 
@@ -87,7 +88,8 @@ BODY = b'{"prompt": "x", "max_tokens": 1}'
 
 @pytest.mark.parametrize("sign", [{"origin": "http://127.0.0.1:8000"}, {"sec-fetch-site": "cross-site"}])
 async def test_a_browser_has_to_name_the_bodys_type(tokenizer: Tokenizer, sign: dict[str, str]) -> None:
-    """A page may send a body without a type anywhere, unasked; `application/json` makes the browser ask first."""
+    """A page may send a body without a type anywhere, unasked; `application/json` makes the browser
+    ask first."""
     async with client(tokenizer) as http:
         assert (await http.post("/v1/completions", content=BODY)).status_code == 200
         assert (await http.post("/v1/completions", content=BODY, headers=sign)).status_code == 415

@@ -1,4 +1,5 @@
-"""POST /v1/messages, read by the `anthropic` client, which checks every event and object against its types."""
+"""POST /v1/messages, read by the `anthropic` client, which checks every event and object against
+its types."""
 
 import json
 from collections.abc import AsyncIterator
@@ -168,7 +169,8 @@ async def test_stop_sequences_are_looked_for_in_texts_alone(
 
 
 async def test_an_answer_that_is_cut_says_by_what(scripted: Api, client: anthropic.AsyncAnthropic) -> None:
-    """More than the context holds may be asked for: clients that know no other models ask for a lot."""
+    """More than the context holds may be asked for: clients that know no other models ask for a
+    lot."""
     for asked, room, reason in ((2, 2048, "max_tokens"), (64_000, 40, "model_context_window_exceeded")):
         script(scripted, "word " * 50)
         scripted.service.max_model_len = room
@@ -283,7 +285,8 @@ async def test_thinking_has_a_budget(scripted: Api, client: anthropic.AsyncAnthr
 
 
 async def test_what_claude_code_sends_is_answered(scripted: Api) -> None:
-    """Its system prompt begins with a text that changes with each request, which must not be in the prompt."""
+    """Its system prompt begins with a text that changes with each request, which must not be in the
+    prompt."""
     prompts = []
     for number in (1, 2):
         body = body_of(

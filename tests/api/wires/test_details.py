@@ -1,4 +1,5 @@
-"""What answers tell beside OpenAI's fields, and what a request may ask of its prompt. The service is scripted."""
+"""What answers tell beside OpenAI's fields, and what a request may ask of its prompt. The service
+is scripted."""
 
 import json
 from typing import Any

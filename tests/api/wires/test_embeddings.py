@@ -1,4 +1,5 @@
-"""POST /v1/embeddings over a real engine: OpenAI's four forms of input, both encodings, and large requests."""
+"""POST /v1/embeddings over a real engine: OpenAI's four forms of input, both encodings, and large
+requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -59,7 +60,8 @@ def assert_close(found: list[float], wanted: list[float]) -> None:
 
 
 async def test_the_sdk_gets_what_transformers_computes(live: Api, strict: openai.AsyncOpenAI) -> None:
-    """It asks for base64 if the caller does not say, which its own types do not know: strictly it reads floats only."""
+    """It asks for base64 if the caller does not say, which its own types do not know: strictly it
+    reads floats only."""
     tokenizer = live.service.tokenizer
     asked: dict[str, Any] = {"model": "babbler", "input": TEXTS, "user": "somebody"}
     for create in (live.openai.embeddings.create, partial(strict.embeddings.create, encoding_format="float")):
@@ -99,7 +101,8 @@ async def test_truncation_keeps_the_end(live: Api) -> None:
 
 
 async def test_a_large_request_leaves_room_for_others(live: Api) -> None:
-    """The queue holds 12 sequences in all; half of the engine's places are enough for any number of inputs."""
+    """The queue holds 12 sequences in all; half of the engine's places are enough for any number of
+    inputs."""
     inputs = [[3 + i % 200] * (1 + i % 40) for i in range(500)]
     running = asyncio.create_task(live.http.post(PATH, json={"input": inputs, "encoding_format": "base64"}))
     await until(lambda: len(live.observer.waits) >= 20)

@@ -1,4 +1,5 @@
-"""POST /v1/responses, read by the `openai` client, which checks every event and object against its types."""
+"""POST /v1/responses, read by the `openai` client, which checks every event and object against its
+types."""
 
 import json
 from typing import Any

@@ -1,4 +1,5 @@
-"""The engine alone and batched `generate` on a tiny model: the tokens that were asked for, and their times."""
+"""The engine alone and batched `generate` on a tiny model: the tokens that were asked for, and
+their times."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,5 @@
-"""The comparison of routers: its workload, its figures, its verdict, and what Ray's routers are given."""
+"""The comparison of routers: its workload, its figures, its verdict, and what Ray's routers are
+given."""
 
 import warnings
 from types import SimpleNamespace

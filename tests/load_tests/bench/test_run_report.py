@@ -1,4 +1,5 @@
-"""Reports hold what they say in one file, for every kind of run, the empty and the broken ones too."""
+"""Reports hold what they say in one file, for every kind of run, the empty and the broken ones
+too."""
 
 import pytest
 

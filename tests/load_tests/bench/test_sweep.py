@@ -1,4 +1,5 @@
-"""The sweep's settings are real ones, come fused beside separate, and are drawn; no server is started here."""
+"""The sweep's settings are real ones, come fused beside separate, and are drawn; no server is
+started here."""
 
 from pathlib import Path
 from typing import Any

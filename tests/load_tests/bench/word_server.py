@@ -1,5 +1,6 @@
-"""A completions server as a process of its own: `word_server.py PORT [too_short]`. Standard library only: it starts at
-once. Every token is a word; `too_short` answers with one word less than asked for."""
+"""A completions server as a process of its own: `word_server.py PORT [too_short]`. Standard library
+only: it starts at once. Every token is a word; `too_short` answers with one word less than asked
+for."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""The builds of the kernels, and of their inner functions; those that this machine cannot run are skipped."""
+"""The builds of the kernels, and of their inner functions; those that this machine cannot run are
+skipped."""
 
 import ctypes
 import subprocess

@@ -33,7 +33,8 @@ def cache_dtypes(kernels: Kernels) -> dict[str, torch.dtype]:
 def run(
     kernels: Kernels, layer: AttentionLayer, dtype: torch.dtype, steps: list[list[tuple[int, int]]], seed: int = 0
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Steps of (sequence, tokens) over scattered blocks of a poisoned pool; what the kernels and the reference give."""
+    """Steps of (sequence, tokens) over scattered blocks of a poisoned pool; what the kernels and
+    the reference give."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks, done = 200, {}
     order = torch.randperm(num_blocks - 1, generator=generator) + 1
@@ -91,7 +92,8 @@ def test_the_probe_of_backends_accepts_it(kernels: Kernels) -> None:
 
 
 def test_large_scores_and_equal_scores(kernels: Kernels) -> None:
-    """Scores of thousands (which float32 tells apart to 1e-4) leave one key with all the weight; equal ones share."""
+    """Scores of thousands (which float32 tells apart to 1e-4) leave one key with all the weight;
+    equal ones share."""
     for scale, tolerance in ((100.0, 1e-3), (0.0, 1e-5)):
         for step in run(kernels, AttentionLayer(4, 2, 32, 32, scale), torch.float32, STEPS):
             for got, expected in step:
@@ -100,7 +102,8 @@ def test_large_scores_and_equal_scores(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
 def test_the_largest_sums_do_not_overflow(kernels: Kernels, size: str) -> None:
-    """All numbers of wide heads at the ends of their ranges, and all keys of a round with the same weight."""
+    """All numbers of wide heads at the ends of their ranges, and all keys of a round with the same
+    weight."""
     layer, backend, tokens = LAYERS["wide"], CKernelAttention(kernels), 300
     cache = backend.allocate(layer, 20, cache_dtypes(kernels)[size], CPU)
     batch = AttentionBatch([0, tokens], [tokens], block_matrix([range(1, 20)]), torch.arange(16, 16 + tokens))

@@ -1,4 +1,5 @@
-"""Weights packed from the blocks that GGUF files have, against the widened values that gguf's own reader gives."""
+"""Weights packed from the blocks that GGUF files have, against the widened values that gguf's own
+reader gives."""
 
 import gguf
 import numpy as np
@@ -63,7 +64,8 @@ def weight(kernels: Kernels, *parts: PackedPart, bias: Tensor | None = None) -> 
 
 @pytest.mark.parametrize("blocks", list(Blocks), ids=lambda blocks: blocks.name)
 def test_every_value_is_the_files(kernels: Kernels, blocks: Blocks) -> None:
-    """To the last bit, in the format of its own and in floats. A part of floats lets both be multiplied as floats."""
+    """To the last bit, in the format of its own and in floats. A part of floats lets both be
+    multiplied as floats."""
     matrix = random_blocks(blocks, kernels.panel, 512)
     for format in {OWN_FORMAT[blocks], Format.F32}:
         floats = pack(kernels, random_blocks(Blocks.F32, 3, 512), Format.F32)
@@ -83,7 +85,8 @@ def test_the_nearest_bytes_are_near(kernels: Kernels, blocks: Blocks) -> None:
 
 
 def test_a_row_that_does_not_fit_is_packed_again(kernels: Kernels) -> None:
-    """The second block's minimum is too large for half precision, which shows when the first one is packed already."""
+    """The second block's minimum is too large for half precision, which shows when the first one is
+    packed already."""
     data = random_blocks(Blocks.Q8_0, 1, 64).data.reshape(2, 34).copy()
     data[:, :2] = np.array([[0.01], [600.0]], np.float16).view(np.uint8)
     matrix = StoredMatrix(data.reshape(-1), Blocks.Q8_0, 1, 64)
@@ -149,8 +152,8 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Block
 
 @pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K])
 def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blocks) -> None:
-    """No build may round or saturate: sums of the smallest and largest weights and activations of one sign, and of
-    both."""
+    """No build may round or saturate: sums of the smallest and largest weights and activations of
+    one sign, and of both."""
     weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(blocks)]
     ends = np.repeat(np.array([[0], [0xFF], [0], [0xFF]], np.uint8), size, axis=1)
     if blocks is Blocks.Q6_K:

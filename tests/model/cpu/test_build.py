@@ -54,7 +54,8 @@ def test_compiled_once_and_again_when_a_source_changes(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
     build.load_library("portable", tmp_path)
     (first,) = (tmp_path / "kernels").glob("*.so")
-    assert first.stat().st_ino in flushed  # a library of which the disk had nothing would kill every later start
+    # a library of which the disk had nothing would kill every later start
+    assert first.stat().st_ino in flushed
     written = first.stat().st_mtime_ns
     build.load_library("portable", tmp_path)
     assert first.stat().st_mtime_ns == written

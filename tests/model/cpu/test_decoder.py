@@ -40,8 +40,9 @@ def in_mode_of(kernels: Kernels, mode: str, module: Any, monkeypatch: pytest.Mon
 def test_a_row_has_the_same_bits_in_blocks_of_tokens(
     kernels: Kernels, mode: str, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that begin and end within blocks, beside single tokens, against the same in steps too small for blocks.
-    Also where the MLP is no whole number of panels, so that its activation is a step of its own."""
+    """Prompts that begin and end within blocks, beside single tokens, against the same in steps too
+    small for blocks. Also where the MLP is no whole number of panels, so that its activation is a
+    step of its own."""
     lengths = [3, 100, 1, 170, 1, 29]
     for shape in ({"head_dim": 32}, {"intermediate_size": 160, "head_dim": 16}):
         model = in_mode_of(kernels, mode, llama(3, **shape), monkeypatch)

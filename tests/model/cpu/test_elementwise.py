@@ -90,7 +90,8 @@ def test_round_activations(shim: ctypes.CDLL) -> None:
 
 
 def test_round_activations_to_three_bytes(shim: ctypes.CDLL) -> None:
-    """Their number keeps as many bits of a group's largest value as a float has, and the same step for the others."""
+    """Their number keeps as many bits of a group's largest value as a float has, and the same step
+    for the others."""
     x = torch.randn(320) * torch.logspace(-6, 6, 320)
     x[64:96] = 0
     q, scale, total = torch.empty(10, 3, 32, dtype=torch.int8), torch.empty(10), torch.empty(10)

@@ -14,7 +14,8 @@ BYTES = [Format.Q8, Format.Q4, Format.Q4S]
 """The formats of bytes without super-blocks."""
 FORMATS = [Format.F32, Format.BF16, *BYTES]
 ODD_SHAPES = [(1, 32), (31, 64), (33, 96), (200, 576), (65, 160)]
-"""[outputs, inputs]: less and more than a panel of every build, depths that are no multiple of what is unpacked."""
+"""[outputs, inputs]: less and more than a panel of every build, depths that are no multiple of what
+is unpacked."""
 
 
 def random_weight(format: Format, outputs: int, inputs: int, seed: int = 0) -> Tensor:
@@ -37,19 +38,20 @@ def random_weight(format: Format, outputs: int, inputs: int, seed: int = 0) -> T
 
 
 def quantized(x: Tensor) -> Tensor:
-    """x [rows, inputs] as int8 mode sees it: the largest number of a row as it is, the others in groups of 32 in steps
-    of their largest size / 127."""
+    """x [rows, inputs] as int8 mode sees it: the largest number of a row as it is, the others in
+    groups of 32 in steps of their largest size / 127."""
     outlier = x.abs().argmax(1, keepdim=True)
     groups = x.scatter(1, outlier, 0.0).view(x.shape[0], -1, GROUP)
     size = groups.abs().amax(-1, keepdim=True)
-    largest = torch.tensor(127.0)  # a tensor: torch divides a plain number by multiplying with the reciprocal
+    # a tensor: torch divides a plain number by multiplying with the reciprocal
+    largest = torch.tensor(127.0)
     q = (groups * torch.where(size > 0, largest / size, 0.0)).round()
     return (q * (size / 127.0)).view(x.shape).scatter(1, outlier, x.gather(1, outlier))
 
 
 def seen_by_int8(kernels: Kernels, weight: PackedWeight, values: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight without a bias, which has these values, and x as int8 mode multiplies them in this build. In tiles both
-    are rounded to bfloat16, weights by at most 0.7 of its units."""
+    """A weight without a bias, which has these values, and x as int8 mode multiplies them in this
+    build. In tiles both are rounded to bfloat16, weights by at most 0.7 of its units."""
     if not kernels.has_tiles:
         return values, quantized(x)
     rounded = kernels.linear(weight, torch.eye(weight.inputs), Arithmetic.INT8).T
@@ -82,7 +84,8 @@ def need_bfloat16(kernels: Kernels) -> None:
 
 
 def check(got: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
-    """Rounding errors are measured against the sizes of everything that was added, the bias among it."""
+    """Rounding errors are measured against the sizes of everything that was added, the bias among
+    it."""
     x, weight = x.double(), weight.double()
     bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     expected = torch.nn.functional.linear(x, weight, bias)
@@ -104,8 +107,9 @@ def test_float_products(kernels: Kernels, format: Format, rows: int, threads: No
 @pytest.mark.parametrize("inputs", ["outliers", "one sign"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, format: Format, inputs: str) -> None:
-    """Also where one activation of a group is a thousand times the others; or where one weight of a group is much
-    larger than the others, and all activations have one sign but that weight's, which is zero."""
+    """Also where one activation of a group is a thousand times the others; or where one weight of a
+    group is much larger than the others, and all activations have one sign but that weight's, which
+    is zero."""
     weight = random_weight(format, 64, 1536)
     x = torch.randn(16, 1536)
     if inputs == "outliers":
@@ -121,7 +125,8 @@ def test_exact_products_are_as_near_to_the_truth_as_floats(kernels: Kernels, for
     expected = x.double() @ weight.double().T
     got = kernels.linear(packed(kernels, weight, None, format), x, Arithmetic.EXACT)
     floats = torch.nn.functional.linear(x, weight)
-    # One product after the other: what float arithmetic costs without the many partial sums of a library.
+    # One product after the other: what float arithmetic costs without the many partial sums of a
+    # library.
     chain = torch.zeros(16, 64)
     for k in range(1536):
         chain = torch.addcmul(chain, x[:, k : k + 1], weight[:, k])
@@ -141,7 +146,8 @@ def test_int8_products(kernels: Kernels, format: Format, rows: int, shape: tuple
 
 
 def test_extreme_bytes_do_not_saturate(kernels: Kernels) -> None:
-    """All weights at the ends of their range and all activations at 127: sums that 16 bits cannot hold."""
+    """All weights at the ends of their range and all activations at 127: sums that 16 bits cannot
+    hold."""
     weight = torch.full((64, 64), 127.0)
     weight[1::2] = -127.0
     x = torch.ones(3, 64)
@@ -171,7 +177,8 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 @given(rows=st.integers(1, 230), outputs=st.integers(1, 170), groups=st.integers(1, 60), seed=st.integers(0, 2**31))
 def test_bfloat16_products(kernels: Kernels, rows: int, outputs: int, groups: int, seed: int) -> None:
-    """Both sides rounded once, sums as near to the truth as floats. Each row's bits are those that it has alone."""
+    """Both sides rounded once, sums as near to the truth as floats. Each row's bits are those that
+    it has alone."""
     need_bfloat16(kernels)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, GROUP * groups, generator=generator)
@@ -236,7 +243,8 @@ def test_inputs_that_are_no_whole_groups_are_refused(kernels: Kernels) -> None:
 
 
 def test_any_weight_in_8_bits(kernels: Kernels) -> None:
-    """Nearest values: no weight moves by more than half a step of its group, and a little as its ends are rounded."""
+    """Nearest values: no weight moves by more than half a step of its group, and a little as its
+    ends are rounded."""
     weight = torch.randn(50, 96)
     weight[4, :GROUP] = 0.25
     packed_weight = pack(kernels, weight, None, Format.Q8, exactly=False)
@@ -263,8 +271,8 @@ def test_a_weight_of_other_inputs_is_refused(kernels: Kernels) -> None:
 def test_byte_products_are_exact_integers(
     kernels: Kernels, format: Format, rows: int, outputs: int, groups: int, seed: int
 ) -> None:
-    """Weights that are whole numbers and activations that are whole steps, both often at the ends of their ranges: no
-    build may round or saturate."""
+    """Weights that are whole numbers and activations that are whole steps, both often at the ends
+    of their ranges: no build may round or saturate."""
     generator = torch.Generator().manual_seed(seed)
     low, high = {Format.Q8: (-128, 127), Format.Q4: (0, 15), Format.Q4S: (-8, 7)}[format]
     weight = torch.randint(low, high + 1, (outputs, groups, GROUP), generator=generator)
@@ -292,8 +300,8 @@ def test_byte_products_are_exact_integers(
 def test_likeliest_outputs_are_the_first_of_the_largest(
     kernels: Kernels, rows: int, shape: tuple[int, int], format: Format, sign: float, seed: int
 ) -> None:
-    """Also where several are equal (each weight is there twice), both zeros among them, and where all are below what
-    fills the last panel."""
+    """Also where several are equal (each weight is there twice), both zeros among them, and where
+    all are below what fills the last panel."""
     outputs, inputs = shape
     once = random_weight(format, outputs, inputs, seed)
     bias = None if sign > 0 else torch.zeros(2 * outputs) if sign == 0 else torch.full((2 * outputs,), -1e3)

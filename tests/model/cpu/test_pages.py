@@ -50,7 +50,8 @@ def test_a_pool_that_is_dropped_meanwhile_is_freed() -> None:
     prefault = Prefault([pool])
     with prefault:
         del pool
-        while gone() is not None and prefault.thread.is_alive():  # while the thread asks for a part of it
+        # while the thread asks for a part of it
+        while gone() is not None and prefault.thread.is_alive():
             prefault.thread.join(timeout=0.01)
         assert gone() is None
     prefault.thread.join()

@@ -19,8 +19,9 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module", autouse=True)
 def products_in_order() -> Iterator[None]:
-    """Triton's interpreter multiplies tiles by BLAS, which on some CPUs (seen: Zen 5) sums a row in an order that
-    depends on the row's place in the tile. A GPU does not, so tests of equal bits need a product that does not."""
+    """Triton's interpreter multiplies tiles by BLAS, which on some CPUs (seen: Zen 5) sums a row in
+    an order that depends on the row's place in the tile. A GPU does not, so tests of equal bits
+    need a product that does not."""
 
     def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
         return np.einsum("...mk,...kn->...mn", a, b, dtype=dtype)

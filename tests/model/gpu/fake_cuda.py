@@ -1,5 +1,5 @@
-"""What torch.cuda's graphs promise, without a GPU: a capture ends on its own stream, in a pool that no failed capture
-has had, and a replay runs no Python, so it keeps nothing alive."""
+"""What torch.cuda's graphs promise, without a GPU: a capture ends on its own stream, in a pool that
+no failed capture has had, and a replay runs no Python, so it keeps nothing alive."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,8 @@ import torch
 class FakeCuda:
     """Stands in for torch.cuda's functions while a test runs.
 
-    capturing: streams in capture; broken: whether ending a capture fails, as it does after some errors in it.
+    capturing: streams in capture; broken: whether ending a capture fails, as it does after some
+    errors in it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

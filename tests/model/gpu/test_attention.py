@@ -12,7 +12,8 @@ from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, La
 
 PAGE = 16
 ROWS = [(0, 1), (16, 1), (0, 33), (63, 1), (17, 40), (64, 1), (5, 3), (130, 1), (31, 5), (0, 2)]
-"""(keys in the pool before the step, queries of the step) of each row: decode rows between chunks of prompts."""
+"""(keys in the pool before the step, queries of the step) of each row: decode rows between chunks
+of prompts."""
 
 LAYERS = {
     "group of 2": AttentionLayer(4, 2, 64, 64, 0.125),
@@ -107,8 +108,8 @@ def test_padding_is_finite_and_written_nowhere(device: torch.device) -> None:
 @pytest.mark.parametrize("keys", [16, 64, 200])
 @pytest.mark.parametrize("name", ["group of 4, wide heads", "window", "group of 3", "odd widths"])
 def test_however_keys_are_split(keys: int, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of few and of many splits, of one query and of some, more splits than are summed up at once; more parts than
-    there are key tiles too."""
+    """Rows of few and of many splits, of one query and of some, more splits than are summed up at
+    once; more parts than there are key tiles too."""
     from serve_app.model.gpu import attention
 
     monkeypatch.setattr(attention, "_split_keys", lambda rows, layer: keys)
@@ -118,7 +119,8 @@ def test_however_keys_are_split(keys: int, name: str, device: torch.device, monk
 
 @pytest.mark.parametrize("name", ["group of 4, wide heads", "narrow window"])
 def test_few_neighbours_do_not_change_how_a_row_is_split(name: str, device: torch.device) -> None:
-    """Nor do their lengths: the same bits alone, beside rows of other lengths and beside a prompt."""
+    """Nor do their lengths: the same bits alone, beside rows of other lengths and beside a
+    prompt."""
     row, layer = (300, 1), LAYERS[name]
     alone = Step(layer, [row], torch.float32, device)
     expected = alone.run("triton")[0]
@@ -149,8 +151,8 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(device: torch.device) ->
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_each_rows_own_length_says_how_it_is_split(window: int | None, device: torch.device) -> None:
-    """One long row beside many short ones is not walked by one program; a row of several queries that fill no tile is
-    split too, and a prompt is not."""
+    """One long row beside many short ones is not walked by one program; a row of several queries
+    that fill no tile is split too, and a prompt is not."""
     from serve_app.model.gpu.attention import TritonAttention
 
     layer = AttentionLayer(32, 8, 128, 128, 0.1, sliding_window=window)

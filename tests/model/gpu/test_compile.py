@@ -1,5 +1,6 @@
-"""The kernels compile for a GPU that is not there, which the interpreter cannot tell: types, shapes of products, and
-what they take of a processor's registers and shared memory, which decides how many programs it runs at once."""
+"""The kernels compile for a GPU that is not there, which the interpreter cannot tell: types, shapes
+of products, and what they take of a processor's registers and shared memory, which decides how many
+programs it runs at once."""
 
 import json
 import subprocess
@@ -109,7 +110,8 @@ ROUNDED = {"x": "*bf16", "rounded": "*fp8e4nv", "row_scales": "*fp32", "inputs":
 
 @dataclass(frozen=True)
 class Kernel:
-    """registers: of a thread, shared: KiB of a program, spilled: bytes of a thread, each the most there may be."""
+    """registers: of a thread, shared: KiB of a program, spilled: bytes of a thread, each the most
+    there may be."""
 
     name: str
     types: dict[str, str]

@@ -1,5 +1,6 @@
-"""The fused decoder and the Triton backend under whole models. That logits are the modules' own is checked whenever a
-`PagedModel` is built; here are the choice between the two, and steps of every kind."""
+"""The fused decoder and the Triton backend under whole models. That logits are the modules' own is
+checked whenever a `PagedModel` is built; here are the choice between the two, and steps of every
+kind."""
 
 import gc
 import logging
@@ -128,7 +129,8 @@ def test_weights_and_cache_in_8_bits(fp8_cache: bool, device: torch.device) -> N
 
 
 def test_weights_in_8_bits_take_the_place_of_the_wide_ones(device: torch.device) -> None:
-    """Held beside the module's own: a quarter of its float32 layers and head, its embedding, and the angles."""
+    """Held beside the module's own: a quarter of its float32 layers and head, its embedding, and
+    the angles."""
     module = tiny_model("llama", torch.float32).to(device)
     before = tensor_bytes()
     model = from_module(module, attention_backend="triton", quantization="fp8")
@@ -166,7 +168,8 @@ def test_8_bits_of_a_backend_that_has_none_are_refused(backend: str, fields: dic
 
 @torch.inference_mode()
 def test_kept_modules_sample_on_the_device(build: Build, device: torch.device) -> None:
-    """What a `TransformersExecutor` on a GPU chooses is what the host's sampler chooses of its logits."""
+    """What a `TransformersExecutor` on a GPU chooses is what the host's sampler chooses of its
+    logits."""
     executor = build("gemma2").executor
     assert isinstance(executor, TransformersExecutor)
     starts = [SlotStart(slot, "", 0, (0, 1), 1, SamplingParams(seed=slot, top_k=20), ()) for slot in range(4)]

@@ -1,4 +1,5 @@
-"""Buckets and buffers of decode graphs; without a GPU the same buffers are computed without a graph."""
+"""Buckets and buffers of decode graphs; without a GPU the same buffers are computed without a
+graph."""
 
 import gc
 import weakref
@@ -40,7 +41,8 @@ class Steps:
         self.memory = SlotMemory(6, LENGTH, PAGE, device, keeps_tables=True)
 
     def decode(self, rows: Sequence[tuple[int, int, list[int]]], *, in_flight: bool = False) -> PackedBatch:
-        """Rows as (slot, kv_len, block table): new sequences, each at its last token, whose id is its length."""
+        """Rows as (slot, kv_len, block table): new sequences, each at its last token, whose id is
+        its length."""
         starts = [
             SlotStart(slot, "", 0, tuple(range(1, length + 1)), length, SamplingParams(seed=slot), tuple(table))
             for slot, length, table in rows
@@ -134,7 +136,8 @@ def test_what_only_the_device_knows_comes_from_there(steps: Steps, device: torch
 
 
 def test_other_steps_are_not_taken(steps: Steps) -> None:
-    """Chunks of prompts, drafts, a token after which nothing is sampled, more rows than any bucket has."""
+    """Chunks of prompts, drafts, a token after which nothing is sampled, more rows than any bucket
+    has."""
     from serve_app.model.gpu.graphs import BUCKETS, DecodeGraphs
 
     packed = steps.decode([(0, 5, [1]), (1, 9, [2])])
@@ -156,8 +159,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def test_what_a_captured_step_reads_outlives_its_capture(steps: Steps, fake_cuda: FakeCuda) -> None:
-    """The graph knows only addresses. Tiles depend on the step, so those that it reads are made by the graph itself,
-    not by the run before it; buffers live as long as the call."""
+    """The graph knows only addresses. Tiles depend on the step, so those that it reads are made by
+    the graph itself, not by the run before it; buffers live as long as the call."""
     from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
     from serve_app.model.gpu.graphs import DecodeGraphs, Recorder
 
@@ -242,8 +245,9 @@ def test_mixed_steps_call_attention_between_the_pieces(device: torch.device) -> 
 def test_an_engine_on_graphs_gives_the_models_tokens(
     overlap: Literal["off", "on"], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sizes that its slots need are run before the first request; then batches shrink from size to size, rows grow
-    into new blocks, one row is not plain, and a prompt comes from the prefix cache."""
+    """All sizes that its slots need are run before the first request; then batches shrink from size
+    to size, rows grow into new blocks, one row is not plain, and a prompt comes from the prefix
+    cache."""
     from serve_app.model.gpu import decoder as decoders
     from serve_app.model.gpu.decoder import GpuDecoder
 
@@ -282,8 +286,8 @@ def test_an_engine_on_graphs_gives_the_models_tokens(
 def test_plain_rows_stay_in_the_sampling_graph_beside_others(
     overlap: Literal["off", "on"], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph samples all rows of a step; those with a grammar, penalties or log-probabilities are then sampled anew,
-    and it is these tokens that the next step finds in the history."""
+    """The graph samples all rows of a step; those with a grammar, penalties or log-probabilities
+    are then sampled anew, and it is these tokens that the next step finds in the history."""
     from serve_app.model.gpu import decoder as decoders
     from serve_app.model.gpu import graphs, sampling
 

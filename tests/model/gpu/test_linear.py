@@ -26,7 +26,8 @@ def rows_of(inputs: int, rows: int, device: torch.device) -> torch.Tensor:
 def test_a_row_has_its_own_bits(
     outputs: int, inputs: int, bias: bool, fp8: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few outputs and many inputs these are shared out over parts, of no more than 40 rows at once here."""
+    """With few outputs and many inputs these are shared out over parts, of no more than 40 rows at
+    once here."""
     from serve_app.model.gpu import linear as module
 
     monkeypatch.setattr(module, "_ROWS_OF_PARTS", 40)
@@ -41,7 +42,8 @@ def test_a_row_has_its_own_bits(
 
 
 def test_parts_follow_the_shape_alone() -> None:
-    """Enough of them for a GPU's processors, each of some length; none where tiles are enough or inputs are few."""
+    """Enough of them for a GPU's processors, each of some length; none where tiles are enough or
+    inputs are few."""
     from serve_app.model.gpu.linear import _part
 
     shapes = [(4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (4096, 1024), (1024, 3072), (64, 2048)]

@@ -12,7 +12,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Absolute and relative; bfloat16 has 8 bits, and the kernels round less often than the modules."""
 DTYPES = list(TOLERANCE)
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter
+# numpy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
@@ -59,7 +60,8 @@ def test_gate_times_up(gelu: bool, dtype: torch.dtype, device: torch.device) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "head_dim", "normed"), [(3, 64, True), (70, 64, False), (5, 80, True)])
 def test_rotate_and_store(tokens: int, head_dim: int, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Some tokens have no slot. Keys and values of all others are where they belong, and nothing else has changed."""
+    """Some tokens have no slot. Keys and values of all others are where they belong, and nothing
+    else has changed."""
     from serve_app.model.gpu import ops
 
     heads, kv_heads, page, blocks = 4, 2, 16, 6

@@ -22,7 +22,8 @@ from serve_app.model.sampling.sampler import Sampled
 from serve_app.model.token_samplers import pick_sampler
 from tests.models import tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # numpy's, in the interpreter
+# numpy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
 
 EOS = (7,)
 DRAWN = [
@@ -109,7 +110,8 @@ def test_mixed_rows_agree_with_the_host(sample) -> None:  # type: ignore[no-unty
 
 @pytest.mark.parametrize("fields", [*EDITED[:2], {**EDITED[0], **EDITED[1]}], ids=str)
 def test_penalties_change_the_same_logits_in_the_same_way(fields: dict[str, object], device: torch.device) -> None:
-    """In histories of different lengths, with and without output, beside rows that have no penalties."""
+    """In histories of different lengths, with and without output, beside rows that have no
+    penalties."""
     from serve_app.model.gpu import sampling
     from serve_app.model.sampling import sampler
 
@@ -138,7 +140,8 @@ def test_masks_of_several_rows_leave_out_what_they_say_and_nothing_else(device: 
 
 
 def test_masked_rows_agree_with_the_host(device: torch.device) -> None:
-    """Beside penalties and bias, and beside rows without a mask; a mask that leaves nothing fails its row alone."""
+    """Beside penalties and bias, and beside rows without a mask; a mask that leaves nothing fails
+    its row alone."""
     from serve_app.model.gpu import sampling
 
     starts = [make_start(seed, fields) for seed, fields in enumerate([*DRAWN[:4], *EDITED[:3], {}])]
@@ -214,7 +217,8 @@ def test_the_check_at_start(broken: str, device: torch.device, monkeypatch: pyte
 
 
 def test_every_kernel_that_requests_need_has_run_when_the_engine_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On transformers' modules, whose steps no graph holds: a kernel is compiled for each dtype of logits."""
+    """On transformers' modules, whose steps no graph holds: a kernel is compiled for each dtype of
+    logits."""
     from serve_app.model.gpu import sampling
 
     launched: set[torch.dtype] = set()

@@ -20,7 +20,8 @@ def runner() -> ModelRunner:
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> Iterator[float]:
-    """Steps that take so many seconds, one after another, whatever they are; what is left of them."""
+    """Steps that take so many seconds, one after another, whatever they are; what is left of
+    them."""
     left = iter(seconds)
     monkeypatch.setattr(step_times, "_time", lambda _: next(left))
     return left

@@ -160,7 +160,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_many_rows_of_a_large_vocabulary_are_bitwise_their_own() -> None:
-    """Rows of real width: here the library would split sums over threads by the number of rows, if we let it."""
+    """Rows of real width: here the library would split sums over threads by the number of rows, if
+    we let it."""
     slots = [make_slot(SamplingParams(seed=i, logprobs=3, temperature=0.9)) for i in range(16)]
     logits = make_logits(16, 3, 49152)
     together = sample(logits.clone(), slots, (EOS,))
@@ -303,7 +304,8 @@ def test_the_smallest_repetition_penalty_does_not_overflow() -> None:
 
 
 def test_a_row_left_without_a_token_fails_alone() -> None:
-    """An id outside the vocabulary cannot pass the request's checks; should it come all the same, it hurts one row."""
+    """An id outside the vocabulary cannot pass the request's checks; should it come all the same,
+    it hurts one row."""
     bad = make_slot(SamplingParams(seed=1, logit_bias=((VOCAB, 1.0),)))
     good = make_slot(SamplingParams(seed=2))
     logits = make_logits(2)

@@ -1,4 +1,5 @@
-"""Blueprints on disk: a later start builds the same model without transformers, and never from a wrong one."""
+"""Blueprints on disk: a later start builds the same model without transformers, and never from a
+wrong one."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Folders: each key of config.json is used or refused by name, and published configurations load."""
+"""Folders: each key of config.json is used or refused by name, and published configurations
+load."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""GGUF files whose weights go straight from the file into the kernels' layout, against transformers' own reading."""
+"""GGUF files whose weights go straight from the file into the kernels' layout, against
+transformers' own reading."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -105,8 +106,8 @@ def test_a_matrix_that_is_embedding_and_head_is_kept_once(tmp_path: Path, kind: 
 
 @pytest.mark.parametrize("attention_backend", ["kernels", "cpu"])
 def test_frequencies_are_divided_as_the_file_says(tmp_path: Path, attention_backend: str) -> None:
-    """Llama 3.1's positions: llama.cpp divides by a tensor that transformers does not read. Straight from the file, and
-    widened to floats first."""
+    """Llama 3.1's positions: llama.cpp divides by a tensor that transformers does not read.
+    Straight from the file, and widened to floats first."""
     stretched = config() | {"rope_parameters": {"rope_theta": 10_000.0, "rope_type": "llama3"}}
     path = write_gguf(tmp_path / "small.gguf", stretched, kinds(Kind.Q8_0))
     tokens = torch.arange(7, 207) * 7 % VOCAB
@@ -129,7 +130,8 @@ def test_an_architecture_of_another_kind_is_widened(tmp_path: Path, caplog: pyte
     """Gemma's norms are stored with one added to them."""
     path = write_gguf(tmp_path / "small.gguf", config("gemma2", tied=True))
     news: list[str] = []
-    with pytest.raises(ConfigError, match="weights are missing"):  # its own norms, which this file lacks
+    # its own norms, which this file lacks
+    with pytest.raises(ConfigError, match="weights are missing"):
         load(path, news)
     assert "converting gguf" in news
     assert "is converted to floats first: the tensor output_norm.weight cannot be used unchanged" in caplog.text

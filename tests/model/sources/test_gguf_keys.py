@@ -1,4 +1,5 @@
-"""What a GGUF file says is honoured or refused by name: its metadata and its tensors, in both ways of loading."""
+"""What a GGUF file says is honoured or refused by name: its metadata and its tensors, in both ways
+of loading."""
 
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,8 @@ def test_an_unknown_key_is_refused_unless_the_setting_names_it(tmp_path: Path, b
         load(path, attention_backend=backend, ignore_model_keys=("llama.attention.temperature_scale",))
     both = ("llama.logit_scale", "llama.attention.temperature_scale")
     assert difference(logits(path, attention_backend=backend, ignore_model_keys=both), module) < 1e-3
-    with pytest.raises(ConfigError, match=match):  # also where an index and a blueprint were written
+    # also where an index and a blueprint were written
+    with pytest.raises(ConfigError, match=match):
         load(path, attention_backend=backend)
     with pytest.raises(ConfigError, match="ignore_model_keys: .*tiny.gguf has no unsupported key `llama.other`"):
         load(path, attention_backend=backend, ignore_model_keys=(*both, "llama.other"))
@@ -338,7 +340,8 @@ def described(path: Path) -> GgufConfig | ConfigError:
     ),
 )
 def test_no_key_is_dropped_in_silence(tmp_path: Path, architecture: str, key: str, value: tuple[Any, Value]) -> None:
-    """It is refused by name, or changes the configuration, or is listed as one that changes nothing."""
+    """It is refused by name, or changes the configuration, or is listed as one that changes
+    nothing."""
     module = module_of(architecture)
     whole = f"{architecture}.{key}"
     yarn = [] if architecture == "gpt2" else [(f"{architecture}.rope.{name}", *rest) for name, *rest in YARN_KEYS]

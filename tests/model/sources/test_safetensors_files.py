@@ -1,4 +1,5 @@
-"""safetensors that go straight from the mapped files into the kernels' layout, against transformers' loading."""
+"""safetensors that go straight from the mapped files into the kernels' layout, against
+transformers' loading."""
 
 import json
 import logging
