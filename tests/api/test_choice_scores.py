@@ -34,6 +34,7 @@ def check(told: list[dict[str, Any]], expected: list[tuple[float, float]], answe
     assert math.fsum(entry["probability"] for entry in told) == pytest.approx(1)
 
 
+@pytest.mark.wide
 async def test_odds_are_those_of_transformers_on_both_endpoints(live: Api, tokenizer: Tokenizer) -> None:
     wanted = {"structured_outputs": {"choice": [*ANSWERS, "no"], "odds": True}}
     body = {"prompt": [PROMPT, PROMPT[:40]], "n": 2, "seed": 1, "max_tokens": 20, **wanted}

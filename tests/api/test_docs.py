@@ -32,6 +32,7 @@ async def run(server: Api, code: str, known: dict[str, Any]) -> None:
     await asyncio.to_thread(exec, code.replace("http://127.0.0.1:8000", address), known)
 
 
+@pytest.mark.wide
 async def test_the_examples_run(default_model: PagedModel, capsys: pytest.CaptureFixture[str]) -> None:
     sections = examples()
     assert list(sections) == [

@@ -59,6 +59,7 @@ async def round_trip(api: Api, max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.wide
 async def test_an_answer_that_was_cut_anywhere_is_taken_back(scripted: Api, family: str) -> None:
     tokenizer = tokenizer_of(family)
     form, reasoning = tokenizer.tool_format, tokenizer.reasoning

@@ -70,6 +70,7 @@ def generating() -> list[EngineRequest]:
     ("arch", "backend"),
     [pytest.param("qwen3", "kernels", marks=needs_compiler), ("qwen3", "cpu"), ("gpt2", "cpu"), ("opt", "cpu")],
 )
+@pytest.mark.wide
 def test_they_are_transformers_alone_and_among_generating_rows(arch: str, backend: str, overlap: str) -> None:
     module = tiny_model(arch, torch.float32)
     model = from_module(module, attention_backend=backend)

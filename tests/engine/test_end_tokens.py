@@ -30,6 +30,8 @@ from tests.api.services import EngineService
 from tests.engine.streams import StreamEngine
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.wide
+
 TEXT_END, TURN_BEGIN, TURN_END = 0, 1, 2
 """<|endoftext|>, <|im_start|> and <|im_end|> of the default model's vocabulary."""
 OTHER = 3

@@ -13,6 +13,8 @@ from serve_app.model.paged_model import PagedModel
 from serve_app.text.tokenizer import load_tokenizer
 from tests.engine.harness import Harness, Outcome
 
+pytestmark = pytest.mark.wide
+
 MAX_TOKENS = 12
 TEXT = (
     "Continuous batching lets a server put new requests into the batch at every step, instead of waiting until the "

@@ -17,6 +17,8 @@ from serve_app.text.tokenizer import load_tokenizer
 from tests.engine.harness import Harness, Run
 from tests.models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 
+pytestmark = pytest.mark.wide
+
 MAX_TOKENS = 20
 CONTEXT = 96
 SHARED = [int(i) for i in torch.randint(2, VOCAB_SIZE, (33,), generator=torch.Generator().manual_seed(5))]

@@ -151,6 +151,7 @@ def test_differences_are_reported_not_hidden() -> None:
     assert "Prefix cache in both packed runs: off" in output.getvalue()
 
 
+@pytest.mark.wide
 def test_the_command_end_to_end(tiny_folder: Path, tmp_path: Path) -> None:
     """In fresh processes, as users run it."""
     png, json_file = tmp_path / "out.png", tmp_path / "out.json"

@@ -34,6 +34,7 @@ def steps(results: Results, lane: Lane, cap: int) -> int:
     return results[lane][cap][0].steps
 
 
+@pytest.mark.wide
 def test_more_variance_more_gain(results: Results) -> None:
     gains = [
         steps(results, Lane.PADDED_STATIC, cap) / steps(results, Lane.PADDED_CONTINUOUS, cap) for cap in sorted(CAPS)

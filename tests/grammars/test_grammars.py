@@ -132,6 +132,7 @@ def test_only_so_many_grammars_are_kept(compiled: Grammars) -> None:
     assert compiled._kept.get(long[-1]) is not None
 
 
+@pytest.mark.wide
 def test_ten_thousand_schemas_leave_no_memory_behind(compiled: Grammars) -> None:
     """Beyond what the kept ones take."""
 

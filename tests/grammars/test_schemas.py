@@ -154,6 +154,7 @@ DEADLY = {
 
 
 @pytest.mark.parametrize("name", DEADLY)
+@pytest.mark.wide
 def test_no_grammar_ends_the_process(name: str) -> None:
     """They did: by recursion without end, or deeper than a thread's stack."""
     code = f"""

@@ -11,6 +11,7 @@ from tests.models import needs_compiler
 
 
 @needs_compiler
+@pytest.mark.wide
 def test_compiles_what_a_replica_will_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CACHE_DIR", tmp_path)
     kernels.compile_kernels([Settings(device="cpu")])

@@ -13,6 +13,8 @@ from serve_app.model.paged_model import PagedModel
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import KERNEL_MODES, in_mode, needs_bfloat16, needs_compiler, tiny_model
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(
     scope="module",

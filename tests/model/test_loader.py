@@ -83,6 +83,7 @@ def test_progress_is_reported_to_its_end(folder: Path) -> None:
     assert set(last.values()) == {1.0}
 
 
+@pytest.mark.wide
 def test_the_default_model_is_converted_once_and_exactly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # Torch's attention, so that the empty cache costs no compilation of kernels.
     options = ModelOptions(cache_dir=str(tmp_path), attention_backend="cpu")

@@ -25,7 +25,7 @@ from tests.model.sources.test_gguf_file import config, kinds
 from tests.model.stepping import Sequences
 from tests.models import needs_compiler, own_cache
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.wide]
 
 TOKENS = torch.arange(3, 40) * 7 % 200
 

@@ -18,6 +18,8 @@ from serve_app.serving.revision import identify, revision_of
 from serve_app.text.tokenizer import load_tokenizer
 from tests.cli.conftest import tiny_folder
 
+pytestmark = pytest.mark.wide
+
 __all__ = ["tiny_folder"]
 
 

@@ -25,6 +25,8 @@ from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 from tests.examples import examples
 from tests.gemma import gemma_file
 
+pytestmark = pytest.mark.wide
+
 IDS = Path(__file__).with_name("llama_cpp_ids.json.gz")
 DEFAULT = locate_model("default").path
 CONTROL, USER_DEFINED = 3, 4

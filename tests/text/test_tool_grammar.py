@@ -271,6 +271,7 @@ HOSTILE: dict[str, Calls] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.wide
 def test_no_tool_takes_much_work(family: str, name: str) -> None:
     """Counted in what llguidance has to build, and walked for 200 tokens, each bounded by
     llguidance's own limits."""

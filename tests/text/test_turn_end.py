@@ -75,6 +75,7 @@ _OPENS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
         ("{% for m in messages %}{{ m.content | upper }}<|end|>{% endfor %}", []),
     ],
 )
+@pytest.mark.wide
 def test_the_token_behind_an_answer_of_a_template(template: str, expected: list[str]) -> None:
     assert ends(with_template(template)) == [*expected, "<|endoftext|>"]
 

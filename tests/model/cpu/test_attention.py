@@ -73,6 +73,7 @@ STEPS = [[(0, 70), (1, 5)], [(1, 1), (0, 1), (2, 150)], [(0, 200), (2, 1), (1, 1
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
+@pytest.mark.wide
 def test_agrees_with_the_reference(kernels: Kernels, layer: AttentionLayer, size: str, threads: None) -> None:
     dtype = cache_dtypes(kernels)[size]
     for step in run(kernels, layer, dtype, STEPS):

@@ -98,6 +98,7 @@ def test_a_row_that_does_not_fit_is_packed_again(kernels: Kernels) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97])
 @pytest.mark.parametrize("outputs", [1, 31, 70])
 @pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K])
+@pytest.mark.wide
 def test_products_of_a_files_own_numbers(
     kernels: Kernels, blocks: Blocks, rows: int, outputs: int, threads: None
 ) -> None:

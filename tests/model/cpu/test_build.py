@@ -46,6 +46,7 @@ def test_a_cpu_that_tells_nothing_gets_the_portable_build(tmp_path: Path) -> Non
 
 
 @needs_compiler
+@pytest.mark.wide
 def test_compiled_once_and_again_when_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(build.SOURCES, sources)

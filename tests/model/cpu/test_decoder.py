@@ -37,6 +37,7 @@ def in_mode_of(kernels: Kernels, mode: str, module: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
+@pytest.mark.wide
 def test_a_row_has_the_same_bits_in_blocks_of_tokens(
     kernels: Kernels, mode: str, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_wanted_tokens_have_the_bits_they_have_when_all_are(
         assert all(torch.equal(row, after[i]) for i, row in sequences.step(following).items())
 
 
+@pytest.mark.wide
 def test_a_block_needs_those_with_earlier_tokens_of_its_first_sequence(shim: ctypes.CDLL) -> None:
     rng = random.Random(0)
     for _ in range(60):

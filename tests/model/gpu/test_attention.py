@@ -10,6 +10,8 @@ from torch import Tensor
 from serve_app.model.attention import selection
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, LayerCache, block_matrix
 
+pytestmark = pytest.mark.wide
+
 PAGE = 16
 ROWS = [(0, 1), (16, 1), (0, 33), (63, 1), (17, 40), (64, 1), (5, 3), (130, 1), (31, 5), (0, 2)]
 """(keys in the pool before the step, queries of the step) of each row: decode rows between chunks

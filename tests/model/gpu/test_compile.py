@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.wide
+
 COMPILE = """
 import json, re, subprocess, sys, tempfile
 import torch

@@ -26,6 +26,8 @@ from tests.engine.test_embeddings import request as embedding_request
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import needs_compiler, tiny_model
 
+pytestmark = pytest.mark.wide
+
 Build = Callable[..., PagedModel]
 
 

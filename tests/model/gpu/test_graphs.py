@@ -25,6 +25,8 @@ from tests.engine.test_constrained import VOCABULARY
 from tests.model.gpu.fake_cuda import FakeCuda
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.wide
+
 PAGE = 16
 LAYER = AttentionLayer(4, 2, 64, 64, 0.125)
 

@@ -107,6 +107,7 @@ YARN_KEYS = [
     ],
     ids=["linear", "factor alone", "old name", "none", "yarn", "betas", "yarn_attn", "attn", "linear and attn"],
 )  # fmt: skip
+@pytest.mark.wide
 def test_rope_scaling_gives_transformers_logits(
     tmp_path: Path, architecture: str, backend: str, keys: Any, rope: dict[str, Any]
 ) -> None:
