@@ -53,7 +53,8 @@ def test_replicas_that_share_a_gpu_wait_for_no_other(start: StartServer) -> None
     server = start(args, {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": 1})}, deployments=[engine])
     assert server.process.wait(240) == 1
     server.wait_stopped()
-    assert "deployment failed" in server.lines[-1]
+    # The replicas' own last lines may come behind it.
+    assert any("deployment failed" in line for line in server.lines)
     assert [line for line in server.lines if "waiting for" in line] == []
 
 
