@@ -50,3 +50,8 @@ def test_an_embedding_is_there_once_asked_for() -> None:
     delta = TokenDelta("r", 0, 0, (1,))
     assert delta.embedding is None
     assert delta._replace(results={EMBEDDING: (b"abcd",)}).embedding == b"abcd"
+
+
+def test_one_delta_is_joined_with_nothing() -> None:
+    deltas = [TokenDelta("x", 0, 0, (1, 2))]
+    assert join_deltas(deltas) == [TokenDelta("x", 0, 0, (1, 2))]

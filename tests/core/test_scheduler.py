@@ -666,3 +666,9 @@ def test_stats_and_ratio() -> None:
 def test_an_idle_scheduler_plans_nothing() -> None:
     driver = Driver(make_config())
     assert driver.step().rows == ()
+
+
+def test_time_alone_opens_only_a_static_gate() -> None:
+    scheduler = Driver(make_config()).scheduler
+    scheduler.add(make_request("a"), 0.0)
+    assert scheduler.wake_time is None
