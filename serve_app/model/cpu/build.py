@@ -83,34 +83,34 @@ def load_library(build: str, cache_dir: Path) -> tuple[ctypes.CDLL, str]:
     """Load the kernels, compiled if necessary. Returns their fingerprint too: equal fingerprints
     compute equal numbers, wherever the package is installed. Raises KernelsUnavailableError.
     """
+    path, fingerprint = compiled(build, cache_dir)
     try:
-        return ctypes.CDLL(str(compiled(build, cache_dir))), _fingerprint(build, *_command(build))
+        return ctypes.CDLL(str(path)), fingerprint
     except OSError as error:
         raise KernelsUnavailableError(one_line(error)) from error
 
 
-def compiled(build: str, cache_dir: Path) -> Path:
-    """Return the library in `cache_dir`. The first process compiles it; concurrent processes wait.
+def compiled(build: str, cache_dir: Path) -> tuple[Path, str]:
+    """Return the library in `cache_dir`, and its fingerprint.
 
-    Raises KernelsUnavailableError if there is no compiler, it fails, or the folder is not writable.
+    The first process compiles it; concurrent processes wait. Raises KernelsUnavailableError if
+    there is no compiler, it fails, or the folder is not writable.
     """
-    compiler, *flags = _command(build)
-    try:
-        key = Key(SOURCES, build, _fingerprint(build, compiler, *flags))
-        kept = DiskCache(cache_dir, "kernels", ".so", keep=_KEPT)
-        return kept.get(key, lambda path: _compile(build, [compiler, *flags], path), lambda path: path)
-    except OSError as error:
-        raise KernelsUnavailableError(one_line(error)) from error
-
-
-def _command(build: str) -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         raise KernelsUnavailableError("there is no C compiler (cc, gcc or clang)")
-    return [compiler, *_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
+    flags = [*_FLAGS, *(f"-m{name}" for name in BUILDS[build])]
+    try:
+        fingerprint = _fingerprint(build, compiler, flags)
+        kept = DiskCache(cache_dir, "kernels", ".so", keep=_KEPT)
+        key = Key(SOURCES, build, fingerprint)
+        path = kept.get(key, lambda path: _compile(build, [compiler, *flags], path), lambda path: path)
+    except OSError as error:
+        raise KernelsUnavailableError(one_line(error)) from error
+    return path, fingerprint
 
 
-def _fingerprint(build: str, compiler: str, *flags: str) -> str:
+def _fingerprint(build: str, compiler: str, flags: list[str]) -> str:
     # Path, size and date identify the compiler's version: asking for it would start a process.
     status = os.stat(compiler)
     made_of = f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns} {flags} {digest_sources(SOURCES)}"

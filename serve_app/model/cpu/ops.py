@@ -197,8 +197,9 @@ class Kernels:
 
     def __init__(self, build: str, cache_dir: Path) -> None:
         self.build = build
-        loaded, self.library = load_library(build, cache_dir)
-        """`library`: identifies the build, the sources, the compiler and the flags."""
+        loaded, fingerprint = load_library(build, cache_dir)
+        self.library = fingerprint
+        """Identifies the build, the sources, the compiler and the flags."""
         library = _declare(loaded)
         if not library.build_allowed():
             raise KernelsUnavailableError("the system does not allow this process to use it")
