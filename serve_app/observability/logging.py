@@ -57,11 +57,9 @@ class RequestLines:
 
     def _log_sums(self) -> None:
         counts, self._counts = self._counts, Counter()
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         for error, count in counts.items():
             if count > _EACH_ERROR:
-                line = {"time": now, "error": error, "more": count - _EACH_ERROR, "seconds": _SUM_PERIOD_S}
-                _requests.info("%s", orjson.dumps(line).decode())
+                _log(datetime.now(UTC), {"error": error, "more": count - _EACH_ERROR, "seconds": _SUM_PERIOD_S})
 
 
 def log_request(summary: Mapping[str, Any]) -> None:
@@ -71,9 +69,7 @@ def log_request(summary: Mapping[str, Any]) -> None:
     """
     fields = {name: round(value, 4) if isinstance(value, float) else value for name, value in summary.items()}
     ended_at = datetime.fromtimestamp(fields.pop("started_at") + fields["seconds"], UTC)
-    line = {"time": ended_at.isoformat(timespec="milliseconds"), **fields}
-    # JSON escapes line breaks and control characters, so no field can start a new line.
-    _requests.info("%s", orjson.dumps(line).decode())
+    _log(ended_at, fields)
 
 
 class AdminLines:
@@ -95,8 +91,13 @@ class AdminLines:
         if len(self._logged_at) >= _MAX_ADMIN_USES:
             self._logged_at.clear()
         self._logged_at[key, path] = now
-        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "admin_key": key, "path": path}
-        _requests.info("%s", orjson.dumps(line).decode())
+        _log(datetime.now(UTC), {"admin_key": key, "path": path})
+
+
+def _log(when: datetime, fields: Mapping[str, Any]) -> None:
+    line = {"time": when.isoformat(timespec="milliseconds"), **fields}
+    # JSON escapes line breaks and control characters, so no field can start a new line.
+    _requests.info("%s", orjson.dumps(line).decode())
 
 
 def _send(logger: logging.Logger, form: str, level: int) -> None:
