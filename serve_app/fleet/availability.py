@@ -48,10 +48,6 @@ class Availability:
             except TimeoutError:
                 raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S) from None
 
-    def wake_in(self, seconds: float) -> None:
-        """Call `wake` after `seconds`."""
-        self._loop.call_later(seconds, self.wake)
-
     def wake(self) -> None:
         """Make all waiters evaluate their conditions again."""
         if self._replicas.alive():
