@@ -1,5 +1,4 @@
-"""The dashboard for whoever tunes the batch: who runs and waits, what a step computes, the KV
-pool."""
+"""The dashboard for tuning batches: running and waiting requests, work of a step, the KV pool."""
 
 from grafana.panels import ENGINE, Row, lines, quantile, quantiles, spread, total_rate
 

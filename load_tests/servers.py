@@ -78,7 +78,7 @@ def running(server: ServerCommand, log: Path, limit_s: float = 300.0) -> Iterato
 
 
 def _status(url: str) -> int | None:
-    """The HTTP status of a GET (200 for any success), or None when nobody listens."""
+    """Return the HTTP status of a GET (200 for any success), or None if no server listens."""
     try:
         fetch(url, timeout_s=5)
     except HttpStatusError as error:

@@ -255,15 +255,13 @@ async def _ask(server: Server, writer: PromptWriter, rng: Random, users: int, to
 
 
 def first_token_ms(server: Server, writer: PromptWriter, what: str, seed: int) -> float:
-    """Milliseconds until a user alone sees the first token, to a prompt that nobody has asked
-    before."""
+    """Return the TTFT of a single user in milliseconds, for a prompt that is not cached."""
     [result] = uvloop.run(_ask(server, writer, Random(f"first {what} {seed}"), 1, 1))
     return 1e3 * (result.ttft_s or 0.0)
 
 
 def users_rate(server: Server, writer: PromptWriter, users: int, what: str, seed: int) -> float:
-    """Tokens per second of so many users at once, prompts included, which nobody has asked
-    before."""
+    """Return the tokens per second of `users` concurrent users, uncached prompts included."""
     start = time.perf_counter()
     results = uvloop.run(_ask(server, writer, Random(f"{users} users {what} {seed}"), users, DECODED))
     return sum(result.output_tokens for result in results) / (time.perf_counter() - start)

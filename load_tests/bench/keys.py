@@ -74,8 +74,8 @@ def cost(
         for turn in range(repeats):
             for kind in list(kinds)[:: 1 - turn % 2 * 2]:
                 with _serving(config, Path(scratch, f"{turn}-{kind}"), kinds[kind]) as servers:
-                    (somebody,) = servers.values()
-                    server = reach(somebody, writer)
+                    (only,) = servers.values()
+                    server = reach(only, writer)
                     for name, count in read_names(workload).items():
                         work = build_workload(name, writer, repeat=turn, num_requests=count)
                         title = f"{name}, {kind} {turn + 1}/{repeats}"
@@ -174,8 +174,7 @@ def share_faults(figures: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _serving(config: Path, folder: Path, keys: Keys) -> Iterator[dict[str, Server]]:
-    """A server by `config`, and who speaks to it: each of `keys` by name, or without any,
-    somebody."""
+    """Run a server with `config`. Yields it by name of each of `keys`; once if there are none."""
     folder.mkdir()
     api_keys = {name: add_key(folder / "keys.yaml", name, dict(fields)) for name, fields in keys.items()}
     ingress = dict(yaml.safe_load(config.read_text())["applications"][0]["args"].get("ingress", {}))

@@ -36,7 +36,7 @@ from serve_app.workloads.runs import measure, reach, through_http
 
 # vLLM compiles its model for minutes when it starts for the first time.
 _START_LIMIT_S = 600.0
-# `generate` serves nobody; it is for `make bench`.
+# `generate` is not a server; it is for `make bench`.
 RIVALS = ",".join(name for name in CONTESTANTS if name != "generate")
 WORKLOADS = "decode,mixed,single,first_token,repetitive,prefill:16,shared_prefix,long,crowd,lognormal,agents,sampled"
 
@@ -55,8 +55,7 @@ class _Round:
         self._wait_quiet = wait_quiet
 
     def take(self, name: str, command: ServerCommand | OfflineCommand, entry: Entry) -> None:
-        """Measure one contestant; what it has until it fails counts, and why it failed stands in
-        the entry."""
+        """Measure one contestant. If it fails, the entry keeps its results and the reason."""
         console.print(f"[bold]{name}[/bold], round {self._repeat + 1}")
         try:
             if isinstance(command, ServerCommand):

@@ -135,7 +135,7 @@ def _is_rival(one: Contestant, other: Contestant) -> bool:
 
 
 def _best(peers: Mapping[str, Figures], figure: str, workload: str) -> tuple[str, float] | None:
-    """Who is best in this figure, and what it is; None when nobody has it."""
+    """Return the peer with the best value of this figure, and the value; None without one."""
     values = ((name, _figure(figure, workload, figures)) for name, figures in peers.items())
     known = [(name, value) for name, value in values if value]
     return _BEST[figure](known, key=itemgetter(1)) if known else None
@@ -155,8 +155,10 @@ def ratios(entries: Mapping[str, Entry], workload: str) -> dict[str, dict[str, f
 
 
 def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[str]:
-    """The peers that decide nothing: among those that one of their kind is compared with, in no row
-    within a quarter of the most tokens per second, and nobody's best in another figure."""
+    """Return the peers that decide nothing.
+
+    Compared with peers of their kind, they are in no row within a quarter of the most tokens per
+    second, and best in no other figure."""
     contenders: set[str] = set()
     peers = {name: entry for name, entry in entries.items() if not entry.contestant.ours and entry.runs}
     for workload in workloads:

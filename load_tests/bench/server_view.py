@@ -118,8 +118,8 @@ def compare_views(
     """Percentiles in seconds and the number of output tokens, both sides; empty for a server
     without our metrics.
 
-    Valid when nobody else used the server meanwhile. Tokens are compared only when every answer is
-    complete: the server also counts tokens that a client did not wait for.
+    Valid if no other client used the server meanwhile. Tokens are compared only when every answer
+    is complete: the server also counts tokens that a client did not wait for.
     """
     if before is None or after is None:
         return []

@@ -75,7 +75,7 @@ async def overfill_queue(experiment: Experiment) -> None:
         problems.append("nothing was refused")
     if (served := len(experiment.answers) - len(refused)) < places // 2:
         problems.append(f"only {served} were served of {places} places")
-    # Whoever is last in a full line waits for everyone before it, however fast the machine is.
+    # The last request of a full queue waits for all before it, however fast the machine is.
     line_s = served * per_answer_s
     experiment.wait_limit_s = max(experiment.wait_limit_s, _LINE_SLACK * line_s)
     experiment.row.notes["line_undisturbed_s"] = round(line_s, 1)
@@ -119,8 +119,8 @@ async def vanish(experiment: Experiment) -> None:
         experiment.row.problems.append(f"none of {_VANISHING} was counted as cancelled or refused")
     refused = _ended(experiment, "overloaded") - refused_before
     experiment.row.notes["vanished"] = _VANISHING
-    # Whoever left holds a place until the server has noticed; on a busy machine they can be more
-    # than there are places.
+    # A vanished client's request keeps its place until the server notices. On a busy machine there
+    # can be more of them than places.
     experiment.row.notes["refused"] = refused
     if refused > _VANISHING // 2:
         experiment.row.problems.append(f"{refused:.0f} of {_VANISHING} were refused: those who left kept their places")

@@ -3,7 +3,7 @@ told, what it costs.
 
 Capacity is measured first, with as many requests in flight as the fleet has places. Then requests
 arrive at ten times that rate, each at its own time however slow the answers are (open loop).
-Whoever is refused comes back once, after its `Retry-After`.
+A refused client tries once more, after its `Retry-After`.
 """
 
 import asyncio
@@ -38,8 +38,7 @@ class _Crowd:
     first: list[Answer] = field(default_factory=list)
     """The first try of each client."""
     returned: list[Answer] = field(default_factory=list)
-    """The second try of those who were refused and told when to come back, as far as that time has
-    come."""
+    """The second try of each refused client whose `Retry-After` has passed."""
     told_s: list[float] = field(default_factory=list)
     """What each refusal's `Retry-After` said."""
     num_due: int = 0

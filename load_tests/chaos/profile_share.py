@@ -163,8 +163,8 @@ async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sam
     total, shares = sum(used.values()), Counter[tuple[str, str]]()
     for stack, count in stacks.items():
         if (owner := owner_of(stack)) is not None and total:
-            # Ray's threads are rarely in Python: no sample stands for more than the time to the
-            # next.
+            # Ray's threads are rarely in Python, so a sample counts for at most the time to the
+            # next one.
             worth_s = min(used.get(_thread(stack), 0.0) / samples[_thread(stack)], 1 / _HERTZ)
             shares[owner] += count * worth_s / total  # type: ignore[assignment]
     return _Sampled(total, sum(samples.values()), dict(shares))

@@ -52,7 +52,7 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Equal for requests that must be answered alike, whoever asks and whatever is cached."""
+        """Equal for requests that must get the same answer, whatever the client and the cache."""
         return repr({name: value for name, value in self.body.items() if name not in ("user", "cache_salt")})
 
 

@@ -1,5 +1,6 @@
-"""What two unrelated deaths of replicas cost everybody: ours from the links to failover, in front
-of stub engines.
+"""Measures what two unrelated deaths of replicas cost all requests.
+
+Everything from the links to failover is real; the engines are stubs.
 
     python -m load_tests.chaos.two_deaths --json FILE
 
@@ -42,7 +43,7 @@ _INFO = {"block_size": 16, "num_blocks": 4096}
 
 
 class StubEngine:
-    """One token per step for whoever has one of `SLOTS` slots; others wait in the order of their
+    """Emits one token per step for each request in one of `SLOTS` slots. Others wait in order of
     arrival."""
 
     def __init__(self, step_s: float) -> None:

@@ -340,7 +340,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def free() -> None:
-    """Give back what nobody holds any more."""
+    """Free memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

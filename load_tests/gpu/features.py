@@ -1,7 +1,7 @@
 """All that a request may ask for, on a device and on the CPU: the same tokens, probabilities and
 vectors.
 
-A tensor on the wrong device shows on a GPU only, and most parameters are nobody's in a benchmark.
+A tensor on the wrong device shows on a GPU only, and benchmarks use few of the parameters.
 """
 
 import importlib.util

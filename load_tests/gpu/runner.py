@@ -44,7 +44,7 @@ class Report:
         return cls(file, {})
 
     def write(self) -> None:
-        """JSON, and the table as Markdown beside it; whole files, whenever somebody looks."""
+        """Write JSON, and the table as Markdown beside it. Readers never see a partial file."""
         if self.file is None:
             return
         _replace(self.file, json.dumps({"command": sys.argv, "stages": self.stages}, indent=1) + "\n")

@@ -57,8 +57,8 @@ _ANSWER_S = 10.0  # how long Ray may take to answer a query
 _FIRST_TOKEN_S = 150.0
 _INTERRUPTED = 130  # the exit status that shells report for SIGINT
 _MEMORY = (
-    "Ray's memory monitor is off, as it ends serving processes when anybody fills the machine; the kernel's own stays "
-    "(RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
+    "Ray's memory monitor is off, because it kills serving processes when any process fills the memory; the kernel's "
+    "OOM killer stays on (RAY_memory_monitor_refresh_ms=250 turns Ray's on)"
 )
 
 
