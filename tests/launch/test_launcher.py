@@ -167,7 +167,7 @@ def test_a_deployment_that_fails_ends_it_with_the_cause(start: StartServer, tmp_
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-1])
     server = start({"model": str(tmp_path / "model"), "device": "cpu"})
-    wait_for(lambda: any("deploying" in line for line in server.lines), "Ray is up", timeout_s=60)
+    server.said("deploying", 60)
     family = server.descendants()
     assert server.process.wait(120) == 1
     server.wait_stopped()
@@ -228,8 +228,8 @@ def test_deaths_are_told_and_a_second_ctrl_c_ends_it(start: StartServer, tmp_pat
     (engine,) = server.running("EngineReplica")
     engine.kill()
     told = f"EngineReplica (pid {engine.pid}) died: "
-    wait_for(lambda: any(told in line for line in server.lines), "the death is told")
-    wait_for(lambda: any("ready again after" in line for line in server.lines), "readiness is told", timeout_s=60)
+    server.said(told)
+    server.said("ready again after", 60)
 
     family = server.descendants()
     request = {"model": "small", "prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "stream": True}

@@ -85,7 +85,7 @@ def test_a_frozen_haproxy_is_replaced(started: Server) -> None:
     first.suspend()
     wait_for_another(started, first)
     line = f"HAProxy (pid {first.pid}) is frozen"
-    wait_for(lambda: any(line in said for said in started.lines), line)
+    started.said(line)
     assert not first.is_running()
     assert started.stop() == (0, [])
 
@@ -102,7 +102,7 @@ def test_while_rays_gcs_is_frozen_requests_are_served_and_the_server_is_not_read
     assert serves(started)
     gcs.resume()
     wait_for(is_ready, "ready again", 60)
-    assert any("Ray's GCS has not answered for" in line for line in started.lines)
+    started.said("Ray's GCS has not answered for")
     assert started.stop() == (0, [])
 
 

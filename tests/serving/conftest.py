@@ -58,6 +58,10 @@ class Server:
         assert self._settled.wait(START_TIMEOUT_S), self.lines
         assert self.process.poll() is None, self.lines
 
+    def said(self, text: str, timeout_s: float = 30.0) -> None:
+        """Wait for a line that holds `text`: lines of other processes come through Ray, later."""
+        wait_for(lambda: any(text in line for line in self.lines), f"a line with {text!r}", timeout_s)
+
     def line_with(self, part: str) -> str:
         """The first one; the log of the request that tried the server may come behind the
         launcher's last line."""

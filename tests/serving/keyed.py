@@ -12,7 +12,7 @@ import pytest
 from serve_app.launch.ports import free_port
 from serve_app.tenants.key_file import add_key
 from serve_app.tenants.ledger import read_ledger
-from tests.serving.conftest import Server, launch, wait_for, write_config
+from tests.serving.conftest import Server, launch, write_config
 
 PROMPT = "Once upon a time " * 40
 
@@ -40,9 +40,6 @@ class Keyed:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The ledger's of this key."""
         return [entry for _, entry in read_ledger(self.ledger, date.min, date.max) if entry["key"] == name]
-
-    def said(self, text: str) -> None:
-        wait_for(lambda: any(text in line for line in self.server.lines), text)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ def test_every_route_wants_a_key(keyed: Keyed) -> None:
 def test_metrics_and_debug_want_an_admins_key(keyed: Keyed) -> None:
     for path in ("/metrics", "/metrics/targets", "/debug/replicas", "/debug/timeline"):
         assert [keyed.get(path, name).status_code for name in ("a", "admin")] == [403, 200]
+    keyed.server.said('"admin_key":"admin","path":"/debug/timeline"')
     used = [json.loads(line) for line in keyed.server.lines if '"admin_key":' in line]
     assert ("admin", "/debug/replicas") in [(line["admin_key"], line["path"]) for line in used]
     assert {line["admin_key"] for line in used} == {"admin"}
@@ -90,7 +91,7 @@ def test_keys_change_while_streams_run(keyed: Keyed) -> None:
         assert "data: [DONE]" in list(lines)
     good = keyed.file.read_text()
     keyed.file.write_text("a: [")
-    keyed.said("the last valid keys stay in force")
+    keyed.server.said("the last valid keys stay in force")
     assert keyed.complete("a").status_code == 200
     keyed.file.write_text(good)
 

@@ -56,7 +56,7 @@ def test_a_date_that_does_not_exist_keeps_no_key_in_force(keyed: Keyed) -> None:
     assert [keyed.complete(name).status_code for name in ("a", "b")] == [200, 200]
     good = keyed.file.read_text()
     keyed.file.write_text(f"{good}\nnew:\n  sha256: {'0' * 64}\n  expires: 2027-02-30\n")
-    keyed.said("the last valid keys stay in force")
+    keyed.server.said("the last valid keys stay in force")
     assert "serve_app_keys_file_invalid 1.0" in keyed.get("/metrics", "admin").text
     assert keyed.complete("b").status_code == 200
     keyed.file.write_text(good)
@@ -96,7 +96,7 @@ def test_the_days_use_outlives_the_ledgers_file(keyed: Keyed) -> None:
     assert before["requests"] > 0
     (file,) = keyed.ledger.glob("usage-*.jsonl")
     os.remove(file)
-    keyed.said("was removed, replaced or truncated")
+    keyed.server.said("was removed, replaced or truncated")
     wait_for(lambda: sum(line.get("requests", 1) for line in keyed.lines("a")) == before["requests"], "the sums")
     assert keyed.complete("a").status_code == 200
     assert keyed.get("/v1/usage", "a").json()["today"]["requests"] == before["requests"] + 1
@@ -107,7 +107,7 @@ def test_the_days_use_outlives_a_pipe_in_the_ledgers_place(keyed: Keyed) -> None
     (file,) = keyed.ledger.glob("usage-*.jsonl")
     file.unlink()
     os.mkfifo(file)
-    keyed.said("the ledger's file of today cannot be used")
+    keyed.server.said("the ledger's file of today cannot be used")
     assert "serve_app_ledger_unusable 1.0" in keyed.get("/metrics", "admin").text
     assert keyed.complete("a").status_code == 200
     assert keyed.get("/v1/usage", "a").json()["today"]["requests"] == before + 1

@@ -34,7 +34,7 @@ def test_it_answers_says_what_it_lacks_and_ends(start: Callable[..., Server]) ->
     body = {"messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 16}, timeout=60)
     assert "Paris" in answer.json()["choices"][0]["message"]["content"]
-    wait_for(lambda: any("this server runs on Ray's default path" in line for line in server.lines), "it says so")
+    server.said("this server runs on Ray's default path")
     assert server.stop(signal.SIGINT) == (0, [])
     assert not [line for line in server.lines if "Traceback" in line]
 
@@ -57,7 +57,7 @@ def test_a_second_ctrl_c_ends_it_without_waiting_for_a_frozen_engine(
             process.suspend()  # so that the drain would take its whole time
 
         server.send(signal.SIGINT)
-        wait_for(lambda: any("shutting down" in line for line in server.lines), "it says that it ends")
+        server.said("shutting down")
         server.send(signal.SIGINT)
         wait_for(lambda: server.process.poll() is not None, "it ends", timeout_s=60)
     # Ray's agents look for their parent now and then.

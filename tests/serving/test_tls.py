@@ -13,7 +13,7 @@ import yaml
 from serve_app.environment import FAST_PATH_ENVIRONMENT
 from serve_app.launch.ports import free_port
 from tests.certificates import trusting, write_certificate
-from tests.serving.conftest import DEFAULT_PATH, Server, launch, wait_for, write_config
+from tests.serving.conftest import DEFAULT_PATH, Server, launch, write_config
 from tests.serving.leaks import shown_by
 
 pytestmark = pytest.mark.cluster
@@ -77,10 +77,7 @@ def test_haproxy_ends_tls_and_takes_a_new_certificate_under_a_stream(
         lines = stream.iter_lines()
         next(lines)
         write_certificate(certificate, tmp_path / "server.key")
-        wait_for(
-            lambda: any("new connections get it" in line for line in server.lines),
-            "the new certificate",
-        )
+        server.said("new connections get it")
         assert ask(server, certificate) == text
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(server.url, verify=trusting(first))
@@ -106,4 +103,4 @@ def test_rays_own_proxy_ends_tls_too(serve: Callable[..., Server], tmp_path: Pat
 def test_haproxy_without_the_launcher_is_refused_a_certificate(serve: Callable[..., Server]) -> None:
     ray = {"RAY_ADDRESS": "local", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     server = serve({**FAST_PATH_ENVIRONMENT, **ray}, command=("serve", "run"))
-    wait_for(lambda: any("HAProxy started by Ray supports no TLS" in line for line in server.lines), "it says so", 150)
+    server.said("HAProxy started by Ray supports no TLS", 150)
