@@ -15,7 +15,7 @@ from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, bl
 from serve_app.model.gpu import ops, sampling
 from serve_app.model.gpu.attention import TritonAttention
 from serve_app.model.gpu.linear import GpuLinear, round_rows
-from serve_app.model.llama import Linear
+from serve_app.model.records import Linear
 
 Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
 

@@ -17,7 +17,7 @@ from serve_app.errors import one_line
 from serve_app.model.cpu.ops import Kernels
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.executors import cpu
-from serve_app.model.llama import recognise
+from serve_app.model.families import recognise
 from serve_app.model.options import ModelOptions
 from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
@@ -52,8 +52,8 @@ def _draw(
     facts = replace(small.facts.of_whole(module), dtype=dtype)
     fix_frequencies(module, facts.max_model_len)
     cpu.verify(replace(small, facts=facts), kernels, options)
-    llama = recognise(module, module.base_model, facts.layers, facts.max_model_len)
-    return Blueprint(facts, llama, dict(module.named_parameters()))
+    record = recognise(module, module.base_model, facts.layers, facts.max_model_len)
+    return Blueprint(facts, record, dict(module.named_parameters()))
 
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:

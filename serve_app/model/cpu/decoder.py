@@ -1,5 +1,5 @@
-"""Runs a Llama-like model with the C kernels: packs its weights, then one call per step and one for
-the logits.
+"""Runs a decoder's records with the C kernels: packs the weights, then one call per step and one
+for the logits.
 
 There are three modes:
 - Exact: the file's weights, stored as small as possible without loss. Products are in float32 or,
@@ -39,12 +39,12 @@ from serve_app.model.cpu.packed_file import Matrix, pack_all
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
 from serve_app.model.executor import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.llama import Linear, Llama
 from serve_app.model.options import Progress
+from serve_app.model.records import DecoderRecord, Linear, Norm
 from serve_app.model.slot_memory import SlotMemory
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
-_NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
+_NORMS = ("attention_in", "mlp_in", "attention_out", "mlp_out", "query_norm", "key_norm")
 _WIDENED = frozenset({Format.Q4, Format.Q8, Format.BF16})
 _EXACT_FORMATS = {
     Blocks.Q4_0: {Format.Q4, Format.Q4S},
@@ -81,7 +81,7 @@ class CpuDecoder:
     def __init__(
         self,
         kernels: Kernels,
-        model: Llama,
+        model: DecoderRecord,
         *,
         arithmetic: Arithmetic,
         parameters: Parameters | None = None,
@@ -95,14 +95,14 @@ class CpuDecoder:
         self._arithmetic = arithmetic
         packing = _Packing(kernels, parameters or ModuleParameters(), arithmetic)
         self._vocabulary = model.embedding.shape[0]
-        self._num_positions = model.cos.shape[0]
+        self._num_positions = min((rotation.cos.shape[0] for rotation in model.rotations), default=2**62)
         (self._head, *own), *weights = packing.pack_all(model, cache_dir, report)
         self._embedding = own[0] if own else self._head
         self._weights = [
             dict(zip(_PRODUCTS, (weight for (weight,) in weights[first : first + len(_PRODUCTS)]), strict=True))
             for first in range(0, len(weights), len(_PRODUCTS))
         ]
-        self._vectors = [model.cos, model.sin]
+        self._vectors = [part for rotation in model.rotations for part in (rotation.cos, rotation.sin)]
         self._layers = (LayerStruct * len(model.layers))()
         self._struct = self._describe(model, packing.parameters)
 
@@ -158,23 +158,25 @@ class CpuDecoder:
         """See `ModelExecutor`."""
         return self._kernels.likeliest(self._head, hidden, self._arithmetic)
 
-    def _describe(self, model: Llama, parameters: Parameters) -> DecoderStruct:
+    def _describe(self, model: DecoderRecord, parameters: Parameters) -> DecoderStruct:
         """Return the structs for C. This object keeps the tensors that they point to."""
 
-        def address(parameter: Tensor) -> int:
-            self._vectors.append(parameters.vector(parameter))
+        def address(norm: Norm | None) -> int | None:
+            if norm is None:
+                return None
+            self._vectors.append(parameters.vector(norm.weight) + norm.offset)
             return self._vectors[-1].data_ptr()
 
-        for struct, layer, weights, attention in zip(
-            self._layers, model.layers, self._weights, model.attention, strict=True
-        ):
+        for struct, layer, weights in zip(self._layers, model.layers, self._weights, strict=True):
             for name, weight in weights.items():
                 setattr(struct, name, weight.struct())
             for name in _NORMS:
-                norm: Tensor | None = getattr(layer, name)
-                setattr(struct, name, None if norm is None else address(norm))
-            struct.window = attention.sliding_window or 0
-        attention = model.attention[0]
+                setattr(struct, name, address(getattr(layer, name)))
+            if layer.rotation is not None:
+                rotation = model.rotations[layer.rotation]
+                struct.cos, struct.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+            struct.window = layer.attention.sliding_window or 0
+        attention = model.layers[0].attention
         return DecoderStruct(
             num_layers=len(model.layers),
             hidden=model.embedding.shape[1],
@@ -182,21 +184,20 @@ class CpuDecoder:
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
-            rotary_half=model.cos.shape[1],
+            rotary_half=model.rotations[0].cos.shape[1] if model.rotations else 0,
             activation=model.activation,
             arithmetic=self._arithmetic,
             cache=CACHE_FORMATS[self.cache_dtype],
             eps=model.eps,
             scale=attention.scale,
+            embedding_factor=model.embedding_factor,
             embedding=self._embedding.struct(),
             final_norm=address(model.final_norm),
-            cos=model.cos.data_ptr(),
-            sin=model.sin.data_ptr(),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
 
 
-def _cache_dtype(kernels: Kernels, model: Llama, arithmetic: Arithmetic) -> torch.dtype:
+def _cache_dtype(kernels: Kernels, model: DecoderRecord, arithmetic: Arithmetic) -> torch.dtype:
     if arithmetic is Arithmetic.EXACT:
         return torch.float32
     # A bias can make all keys so large in some dimensions that one scale loses the others'
@@ -214,7 +215,7 @@ class _Packing:
         self._kernels = kernels
         self._arithmetic = arithmetic
 
-    def pack_all(self, model: Llama, cache_dir: Path | None, report: Progress) -> list[list[PackedWeight]]:
+    def pack_all(self, model: DecoderRecord, cache_dir: Path | None, report: Progress) -> list[list[PackedWeight]]:
         """Return the head (followed by the embedding if that is another matrix), then each layer's
         products.
         """
@@ -234,7 +235,7 @@ class _Packing:
         biases = [self.parameters.vector(bias) for bias in linear.biases]
         return torch.cat(biases) if biases else None
 
-    def _pack_head(self, model: Llama) -> list[Matrix]:
+    def _pack_head(self, model: DecoderRecord) -> list[Matrix]:
         """Pack the head, and the embedding if it needs another matrix.
 
         In int8 mode the embedding is packed exactly too: its rows are read, not multiplied.
@@ -270,12 +271,14 @@ class _Packing:
         return packed
 
 
-def _check(model: Llama) -> None:
+def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
-    if unsupported := unsupported_by_kernels(model.attention[0]):
+    if unsupported := unsupported_by_kernels(model.layers[0].attention):
         raise UnsupportedModelError(unsupported)
     if len({layer.down.inputs for layer in model.layers}) > 1:
         raise UnsupportedModelError("MLPs of several widths")
+    if len({rotation.cos.shape[1] for rotation in model.rotations}) > 1:
+        raise UnsupportedModelError("layers that rotate parts of several widths")
     layer = model.layers[0]
     for name, linear in (("hidden states", layer.qkv), ("attention", layer.out), ("an MLP", layer.down)):
         if linear.inputs % GROUP:

@@ -77,7 +77,11 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, WeightStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "keys", "values")),
+        *(
+            (name, c_void_p)
+            for name in ("attention_in", "mlp_in", "attention_out", "mlp_out", "query_norm", "key_norm")
+        ),
+        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
         ("window", c_int64),
     ]
 
@@ -88,10 +92,9 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "arithmetic", "cache")),
-        ("eps", c_float),
-        ("scale", c_float),
+        *((name, c_float) for name in ("eps", "scale", "embedding_factor")),
         ("embedding", WeightStruct),
-        *((name, c_void_p) for name in ("final_norm", "cos", "sin")),
+        ("final_norm", c_void_p),
         ("layers", ctypes.POINTER(LayerStruct)),
     ]
 

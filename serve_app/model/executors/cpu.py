@@ -1,4 +1,4 @@
-"""The C kernels: Llama-like models in float32 or bfloat16 on a CPU."""
+"""The C kernels, in float32 or bfloat16 on a CPU."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.ops import Arithmetic, Kernels
 from serve_app.model.executor import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.facts import ModelFacts
-from serve_app.model.llama import recognise
+from serve_app.model.families import recognise
 from serve_app.model.options import ModelOptions, Progress
 from serve_app.model.sources.blueprint import Blueprint
 from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, MappedParameters
@@ -65,7 +65,7 @@ def load_mapped(
     facts = blueprint.facts
     decoder = CpuDecoder(
         kernels,
-        blueprint.llama,
+        blueprint.record,
         arithmetic=_arithmetic(facts.dtype, options),
         parameters=MappedParameters(checkpoint, blueprint.parameters),
         cache_dir=Path(options.cache_dir).expanduser(),
@@ -120,10 +120,10 @@ def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> Cp
     Raises UnsupportedModelError if the kernels cannot run the model or its logits differ.
     """
     layers = source.facts.layers
-    llama = recognise(source.head, source.base, layers, source.facts.max_model_len)
+    record = recognise(source.head, source.base, layers, source.facts.max_model_len)
     wanted = _arithmetic(source.facts.dtype, options)
     for arithmetic in (Arithmetic.EXACT, wanted) if wanted is Arithmetic.INT8 else (wanted,):
-        decoder = CpuDecoder(kernels, llama, arithmetic=arithmetic)
+        decoder = CpuDecoder(kernels, record, arithmetic=arithmetic)
         verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic])
     return decoder
 

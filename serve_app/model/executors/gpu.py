@@ -1,5 +1,5 @@
-"""The Triton kernels: Llama-like models on a GPU. Triton is not installed everywhere, so it is
-imported only in `load`.
+"""The Triton kernels, on a GPU. Triton is not installed everywhere, so it is imported only in
+`load`.
 """
 
 import torch
@@ -7,7 +7,7 @@ import torch
 from serve_app.model.attention.verification import verify_backend
 from serve_app.model.executor import Demand, ModelExecutor, UnsupportedModelError
 from serve_app.model.facts import ModelFacts
-from serve_app.model.llama import recognise
+from serve_app.model.families import recognise
 from serve_app.model.options import KernelOptions, ModelOptions, Progress
 from serve_app.model.sources.source_model import SourceModel
 from serve_app.model.verification import TOLERANCE, verify_model
@@ -54,13 +54,13 @@ def _build(source: SourceModel, options: ModelOptions) -> ModelExecutor:
     backend = TritonAttention(deterministic=kernels.deterministic)
     if problem := verify_backend(backend, facts.layers, facts.dtype, facts.device):
         raise UnsupportedModelError(problem)
-    llama = recognise(source.head, source.base, facts.layers, facts.max_model_len)
+    record = recognise(source.head, source.base, facts.layers, facts.max_model_len)
     fp8 = options.quantization == "fp8"
     tolerance = TOLERANCE[facts.dtype]
     if options.uses_fp8:  # without fp8 first: its noise would hide most errors
-        verify_model(GpuDecoder(llama, backend, facts.max_model_len), source.reference, facts.layers, tolerance)
+        verify_model(GpuDecoder(record, backend, facts.max_model_len), source.reference, facts.layers, tolerance)
         tolerance = _FP8_TOLERANCE
-    decoder = GpuDecoder(llama, backend, facts.max_model_len, fp8=fp8, fp8_cache=kernels.fp8_cache)
+    decoder = GpuDecoder(record, backend, facts.max_model_len, fp8=fp8, fp8_cache=kernels.fp8_cache)
     verify_model(decoder, source.reference, facts.layers, tolerance)
     return decoder
 

@@ -1,4 +1,4 @@
-"""Runs a Llama-like model: torch computes products of many rows, Triton everything else.
+"""Runs a decoder's records: torch computes products of many rows, Triton everything else.
 
 Takes the parts that `recognise` finds in transformers' modules of any name. Does not verify the
 numbers: the caller compares the finished decoder with the modules before use.
@@ -25,7 +25,7 @@ from serve_app.model.gpu.graphs import BUCKETS, TOKEN_BUCKETS, Attend, DecodeGra
 from serve_app.model.gpu.linear import FP8, GpuLinear
 from serve_app.model.gpu.sampling import choose
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.llama import Activation, Linear, Llama
+from serve_app.model.records import Activation, DecoderRecord, Linear
 from serve_app.model.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ class _Layer:
     out: GpuLinear
     gate_up: GpuLinear
     down: GpuLinear
-    input_norm: Tensor
-    post_norm: Tensor
+    attention_in: Tensor
+    mlp_in: Tensor
     head_norms: tuple[Tensor, Tensor] | None
 
 
@@ -58,16 +58,21 @@ class GpuDecoder:
     likeliest = None
 
     def __init__(
-        self, model: Llama, backend: TritonAttention, max_model_len: int, *, fp8: bool = False, fp8_cache: bool = False
+        self,
+        model: DecoderRecord,
+        backend: TritonAttention,
+        max_model_len: int,
+        *,
+        fp8: bool = False,
+        fp8_cache: bool = False,
     ) -> None:
         self.backend = backend
         self.quantization = "fp8" if fp8 else "none"
         self.cache_dtype: torch.dtype = FP8 if fp8_cache else model.embedding.dtype
         device = model.embedding.device
         self.build = torch_build(device)
-        shape = model.attention[0]
-        if 2 * model.cos.shape[1] != shape.head_dim:
-            raise UnsupportedModelError("partially rotated heads")
+        _check(model)
+        shape = model.layers[0].attention
         if shape.value_dim != shape.head_dim:
             raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
 
@@ -77,23 +82,23 @@ class GpuDecoder:
         # Keep nothing else of the model: its weights would use memory next to the 8-bit ones.
         self._layers = [
             _Layer(
-                attention=attention,
+                attention=layer.attention,
                 qkv=product(layer.qkv),
                 out=product(layer.out),
                 gate_up=product(layer.gate_up),
                 down=product(layer.down),
-                input_norm=layer.input_norm,
-                post_norm=layer.post_norm,
+                attention_in=layer.attention_in.weight,
+                mlp_in=layer.mlp_in.weight,
                 head_norms=None
                 if layer.query_norm is None or layer.key_norm is None
-                else (layer.query_norm, layer.key_norm),
+                else (layer.query_norm.weight, layer.key_norm.weight),
             )
-            for attention, layer in zip(model.attention, model.layers, strict=True)
+            for layer in model.layers
         ]
         self._head = product(model.head)
-        self._embedding, self._final_norm = model.embedding, model.final_norm
+        self._embedding, self._final_norm = model.embedding, model.final_norm.weight
         self._eps, self._gelu = model.eps, model.activation is Activation.GELU_TANH
-        self._angles = (model.cos.float().to(device), model.sin.float().to(device))
+        self._angles = (model.rotations[0].cos.float().to(device), model.rotations[0].sin.float().to(device))
         self._caches: Sequence[LayerCache] = ()
         self._max_model_len = max_model_len
         self._decode: DecodeGraphs | None = None
@@ -105,7 +110,7 @@ class GpuDecoder:
         products, vectors = [self._head], [self._final_norm]
         for layer in self._layers:
             products += layer.qkv, layer.out, layer.gate_up, layer.down
-            vectors += layer.input_norm, layer.post_norm, *(layer.head_norms or ())
+            vectors += layer.attention_in, layer.mlp_in, *(layer.head_norms or ())
         return sum(product.nbytes for product in products) + sum(vector.nbytes for vector in vectors)
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
@@ -191,12 +196,27 @@ class GpuDecoder:
         few = input_ids.shape[0] <= 32 and not self.backend.deterministic
         x = None
         for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
-            qkv = layer.qkv(ops.add_rms_norm(residual, x, layer.input_norm, eps))
+            qkv = layer.qkv(ops.add_rms_norm(residual, x, layer.attention_in, eps))
             ops.rotate_and_store(qkv, layer.head_norms, eps, self._angles, positions, slots, cache, query, few=few)
             attend(index, query, out)
-            normed = ops.add_rms_norm(residual, layer.out(out.flatten(1)), layer.post_norm, eps)
+            normed = ops.add_rms_norm(residual, layer.out(out.flatten(1)), layer.mlp_in, eps)
             x = layer.down(ops.gate_times_up(layer.gate_up(normed), gelu=self._gelu))
         return ops.add_rms_norm(residual, x, self._final_norm, eps)
 
     def _attend(self, index: int, query: Tensor, out: Tensor, metadata: TritonMetadata) -> None:
         self.backend.attend(self._layers[index].attention, query, self._caches[index], metadata, out)
+
+
+def _check(model: DecoderRecord) -> None:
+    """Raise UnsupportedModelError for records that the kernels cannot run."""
+    layers, first = model.layers, model.layers[0]
+    for reason, found in {
+        "layers without positions or with several kinds": any(layer.rotation != 0 for layer in layers),
+        "norms of what is added to the residual stream": any(layer.attention_out or layer.mlp_out for layer in layers),
+        "norms whose weights are stored minus one": model.final_norm.offset != 0,
+        "a factor of the embedding": model.embedding_factor != 1,
+    }.items():
+        if found:
+            raise UnsupportedModelError(reason)
+    if 2 * model.rotations[0].cos.shape[1] != first.attention.head_dim:
+        raise UnsupportedModelError("partially rotated heads")

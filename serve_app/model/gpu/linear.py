@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from serve_app.model.gpu.kernels import matmul as kernels
-from serve_app.model.llama import Linear
+from serve_app.model.records import Linear
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.model.facts import ModelFacts
-from serve_app.model.llama import Llama
+from serve_app.model.records import DecoderRecord
 from serve_app.system.code_digest import digest_code
 
 _LIBRARIES = "torch", "transformers"
@@ -27,12 +27,12 @@ _LIBRARIES = "torch", "transformers"
 class Blueprint:
     """A verified model that the CPU kernels can run.
 
-    parameters: the tensors of `llama` that are weights, by their names in transformers' module.
+    parameters: the tensors of `record` that are weights, by their names in transformers' module.
     They have shapes but no values.
     """
 
     facts: ModelFacts
-    llama: Llama
+    record: DecoderRecord
     parameters: Mapping[str, Tensor]
 
     @classmethod
@@ -40,13 +40,13 @@ class Blueprint:
         """Read a blueprint. Raises any exception for a damaged file."""
         with path.open("rb") as file:
             reader = _Unpickler(file)
-            facts, llama = reader.load()
-        return cls(facts, llama, reader.parameters)
+            facts, record = reader.load()
+        return cls(facts, record, reader.parameters)
 
     def write(self, path: Path) -> None:
         """Write the blueprint. Raises OSError."""
         with path.open("wb") as file:
-            _Pickler(file, self.parameters).dump((self.facts, self.llama))
+            _Pickler(file, self.parameters).dump((self.facts, self.record))
 
 
 def find_blueprint(

@@ -171,6 +171,8 @@ def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
         for heads in (config.num_attention_heads, config.num_key_value_heads)
         if shape[0] % (2 * heads) == 0
     }
+    if len(shape) == 1 and np.array_equal(order, rows - 1):
+        return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, added=1.0)
     for heads, expected in known.items():
         if np.array_equal(order.reshape(-1), expected):
             return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, heads)

@@ -26,6 +26,7 @@ _VECTORS = {Blocks.F32: torch.float32, Blocks.F16: torch.float16, Blocks.BF16: t
 class StoredTensor:
     """Location of a parameter. blocks: a value of `Blocks`. heads: 0, or the number of heads if
     each head's two halves are interleaved row by row. file: index into the checkpoint's files.
+    added: what the file has added to the parameter's values.
     """
 
     offset: int
@@ -34,6 +35,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     heads: int = 0
     file: int = 0
+    added: float = 0.0
 
 
 class MappedCheckpoint:
@@ -93,8 +95,8 @@ class MappedParameters:
     def vector(self, parameter: Tensor) -> Tensor:
         """See `Parameters`."""
         name = self._names[id(parameter)]
-        numbers = torch.from_numpy(self._checkpoint.bytes(name).copy())
-        return numbers.view(_VECTORS[Blocks(self._checkpoint.tensors[name].blocks)]).float()
+        tensor, numbers = self._checkpoint.tensors[name], torch.from_numpy(self._checkpoint.bytes(name).copy())
+        return numbers.view(_VECTORS[Blocks(tensor.blocks)]).float() - tensor.added
 
     def release(self, parameter: Tensor) -> None:
         """See `Parameters`."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from serve_app.model.llama import Linear
+from serve_app.model.records import Linear
 
 
 def make(outputs: int, inputs: int, device: torch.device, *, bias: bool = True) -> Linear:

@@ -1,4 +1,4 @@
-/* One step of a Llama-like decoder over the packed tokens of all sequences: from token ids to
+/* One step of a decoder over the packed tokens of all sequences: from token ids to
  * final hidden states.
  *
  * There are two ways to use many threads. A row's bits are the same in both.

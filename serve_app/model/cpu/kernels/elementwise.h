@@ -21,6 +21,10 @@ static void add(float *x, const float *more, int count) {
     for (int i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(more + i));
 }
 
+static void scale(float *x, float factor, int count) {
+    for (int i = 0; i < count; i += LANES) store(x + i, load(x + i) * splat(factor));
+}
+
 /* Rotary position embedding of one head: rotate the pairs (i, i + half) of its first 2 half
  * numbers by the position's angles, given as cos and sin [half]. */
 static void rotate(float *head, const float *cos, const float *sin, int half) {

@@ -1,5 +1,5 @@
-/* One layer of a Llama-like decoder over packed tokens: norm, q k v, rotary positions and cache
- * write, attention, output product, norm, gated MLP. The threads of a pool share every loop: by
+/* One layer of a decoder over packed tokens: norm, q k v, rotary positions and cache write,
+ * attention, output product, norm, gated MLP. The threads of a pool share every loop: by
  * tokens, by panels of weights, or by attention tasks. */
 #ifndef SERVE_APP_LAYER_H
 #define SERVE_APP_LAYER_H
@@ -10,8 +10,10 @@
 
 struct layer {
     struct weight qkv, out, gate_up, down;
-    const float *input_norm, *post_norm; /* [hidden] */
-    const float *query_norm, *key_norm;  /* [head_dim] or NULL */
+    const float *attention_in, *mlp_in;   /* [hidden] norms of the residual stream */
+    const float *attention_out, *mlp_out; /* [hidden] norms of what is added to it, or NULL */
+    const float *query_norm, *key_norm;   /* [head_dim] or NULL */
+    const float *cos, *sin;               /* [positions][rotary_half], or NULL without positions */
     void *keys, *values;
     int64_t window;
 };
@@ -22,10 +24,9 @@ struct decoder {
     int32_t activation;
     int32_t arithmetic;  /* of products */
     int32_t cache;       /* its format */
-    float eps, scale;
+    float eps, scale, embedding_factor;
     struct weight embedding;
     const float *final_norm; /* [hidden] */
-    const float *cos, *sin;  /* [positions][rotary_half] */
     struct layer *layers;
 };
 
@@ -111,26 +112,38 @@ static void embed_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int64_t hidden = step->decoder->hidden;
-    weight_row(&step->decoder->embedding, step->ids[t], step->space->x + t * hidden);
+    float *x = step->space->x + t * hidden;
+    weight_row(&step->decoder->embedding, step->ids[t], x);
+    if (step->decoder->embedding_factor != 1.0f) scale(x, step->decoder->embedding_factor, (int)hidden);
 }
 
-static void input_norm_token(const void *argument, int t, int thread) {
+/* Add what the last product computed for token `t` to its residual stream. norm: [hidden], or
+ * NULL. */
+static float *add_delta(const struct step *step, int t, const float *norm) {
+    const int hidden = step->decoder->hidden;
+    float *x = step->space->x + (int64_t)t * hidden, *delta = step->space->delta + (int64_t)t * hidden;
+    if (norm) rms_norm(delta, norm, step->decoder->eps, hidden, delta);
+    add(x, delta, hidden);
+    return x;
+}
+
+static void attention_in_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int hidden = step->decoder->hidden;
     float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
-    if (step->layer != step->decoder->layers) add(x, step->space->delta + (int64_t)t * hidden, hidden);
-    rms_norm(x, step->layer->input_norm, step->decoder->eps, hidden, normed);
+    if (step->layer != step->decoder->layers) add_delta(step, t, step->layer[-1].mlp_out);
+    rms_norm(x, step->layer->attention_in, step->decoder->eps, hidden, normed);
     prepare_input(step, t, &step->layer->qkv);
 }
 
-static void post_norm_token(const void *argument, int t, int thread) {
+static void mlp_in_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int hidden = step->decoder->hidden;
-    float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
-    add(x, step->space->delta + (int64_t)t * hidden, hidden);
-    rms_norm(x, step->layer->post_norm, step->decoder->eps, hidden, normed);
+    const float *x = add_delta(step, t, step->layer->attention_out);
+    float *normed = step->space->normed + (int64_t)t * hidden;
+    rms_norm(x, step->layer->mlp_in, step->decoder->eps, hidden, normed);
     prepare_input(step, t, &step->layer->gate_up);
 }
 
@@ -138,8 +151,7 @@ static void final_norm_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int hidden = step->decoder->hidden;
-    float *x = step->space->x + (int64_t)t * hidden;
-    add(x, step->space->delta + (int64_t)t * hidden, hidden);
+    const float *x = add_delta(step, t, step->layer->mlp_out);
     rms_norm(x, step->decoder->final_norm, step->decoder->eps, hidden,
              step->out + (int64_t)step->space->kept[t] * hidden);
 }
@@ -155,7 +167,7 @@ static void position_token(const void *argument, int t, int thread) {
     for (int head = 0; head < turned; head++) {
         const float *norm = head < decoder->num_heads ? layer->query_norm : layer->key_norm;
         if (norm) rms_norm(qkv + head * dim, norm, decoder->eps, dim, qkv + head * dim);
-        rotate(qkv + head * dim, decoder->cos + at, decoder->sin + at, decoder->rotary_half);
+        if (layer->cos) rotate(qkv + head * dim, layer->cos + at, layer->sin + at, decoder->rotary_half);
 #if defined(BUILD_BYTE_CACHE)
         if (decoder->cache == CACHE_BYTES) spread(qkv + head * dim, dim);
 #endif
@@ -237,7 +249,7 @@ static void begin_layer(struct pool *pool, struct step *step, int index) {
     const struct workspace *space = step->space;
     const int tokens = step->batch->num_tokens;
     step->attention = attention_of(step->decoder, layer);
-    parallel_rows(pool, tokens, input_norm_token, step);
+    parallel_rows(pool, tokens, attention_in_token, step);
     matmul(pool, &layer->qkv, step->decoder->arithmetic, &space->input, tokens, space->qkv);
     parallel_rows(pool, tokens, position_token, step);
 }
@@ -257,7 +269,7 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     parallel(pool, num_tasks, attend_task, &attend);
     parallel_rows(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
-    parallel_rows(pool, tokens, post_norm_token, step);
+    parallel_rows(pool, tokens, mlp_in_token, step);
     const struct input gated = gate(pool, step, layer);
     matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
 }

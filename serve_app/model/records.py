@@ -1,0 +1,106 @@
+"""What the layers of a decoder are, as records. The C and the Triton executors take these records,
+whatever the model's family. `families` fills them from transformers' modules.
+
+A record holds parameters of a module, which may be without values (torch's device "meta").
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from serve_app.model.attention_backend import AttentionLayer
+
+
+class Activation(IntEnum):
+    """The supported activations. `cpu/kernels/elementwise.h` uses the same numbers."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = W x + b, of one or more joined modules. weights: [outputs, inputs] of each module;
+    biases: [outputs] of each.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+
+    @property
+    def inputs(self) -> int:
+        """Width of x."""
+        return self.weights[0].shape[1]
+
+    @property
+    def weight(self) -> Tensor:
+        """The joined weight [outputs, inputs]."""
+        return torch.cat(self.weights) if len(self.weights) > 1 else self.weights[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The joined bias [outputs], or None."""
+        return torch.cat(self.biases) if self.biases else None
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset). weight: [width]. Gemma's offset is 1."""
+
+    weight: Tensor
+    offset: float = 0.0
+
+    @property
+    def factor(self) -> Tensor:
+        """What is multiplied, in float32 if there is an offset: in 16 bits the sum would round."""
+        return self.weight.float() + self.offset if self.offset else self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Angles of rotary positions. cos, sin: float32 [positions, rotated pairs per head]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer. Its residual stream x becomes x + out(attend(qkv(n1(x)))), then x + down(act(gate)
+    * up), with gate and up of n2(x).
+
+    attention_in, mlp_in: n1 and n2. attention_out, mlp_out: norms of what is added to x, or None.
+    query_norm, key_norm: norms of each head [head_dim], before the rotation. rotation: index into
+    the decoder's rotations; None without positions.
+    """
+
+    attention: AttentionLayer
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    attention_in: Norm
+    mlp_in: Norm
+    attention_out: Norm | None
+    mlp_out: Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rotation: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderRecord:
+    """A whole model. embedding: [vocabulary, hidden], whose rows are multiplied by
+    `embedding_factor`.
+    """
+
+    layers: list[LayerRecord]
+    rotations: list[Rotation]
+    embedding: Tensor
+    embedding_factor: float
+    final_norm: Norm
+    head: Linear
+    activation: Activation
+    eps: float
