@@ -33,6 +33,8 @@ _LONG_PROMPT, _ONLY_THE_LONG = 3900, 700
 """The longest prompt; no other sequence reaches this position."""
 _SHORT_STEPS = Shape(step_tokens=8)
 """Computing a prompt of this length takes half a second."""
+_SMALL_POOL = Shape(kv_cache_gib=0.004)
+"""About 7,500 tokens in 8 bits and 4,200 in 16; eight sequences need 12,000."""
 _NO_PATIENCE = Shape(failover_wait_s=2.0)
 """Requests give up before Ray has replaced the replicas."""
 _REFUSED = "request_killed_replicas"
@@ -280,7 +282,7 @@ FAULTS = (
     Fault("controller SIGKILL in an update", kill_controller_in_update, _MAY_FAIL, ("known",), recovery_limit_s=60),
     Fault("proxy SIGKILL", kill_proxy, allowed=_MAY_BE_CUT, moments=("known",), recovery_limit_s=60),
     Fault("10,000 clients hang up", hang_up, moments=("known",)),
-    Fault("KV pool exhausted", exhaust_kv, stall_limit_s=120),
+    Fault("KV pool exhausted", exhaust_kv, shape=_SMALL_POOL, stall_limit_s=120),
     Fault("queue overfilled 10x", overfill_queue, allowed=_MAY_FAIL, recovery_limit_s=60),
     Fault("500 clients vanish", vanish),
     Fault("readers of a byte a second", read_slowly, stall_limit_s=10),

@@ -53,8 +53,8 @@ Samples = dict[str, float]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the fleet is made of. A replica's KV pool holds about 5,200 tokens of the small
-    model."""
+    """What the fleet is made of. A replica's KV pool holds about 18,600 tokens of the small
+    model in 8 bits, 10,500 in 16."""
 
     replicas: int = 3
     slots: int = 8

@@ -25,6 +25,8 @@ _LOOPBACK_BIND = re.compile(r"^(\s*bind )[*]?:")
 _DROPPED = re.compile(r"\s*(option splice-request|errorfile 50[234] .*)")
 _HEALTH_REQUESTS = 64
 """Maximum of concurrent health checks per ingress, in addition to other requests."""
+_IDLE_HEALTH_CONNECTIONS = 8
+"""Maximum of idle connections that HAProxy keeps to an ingress for health checks."""
 _QUEUE_TIMEOUT_S, _HEALTH_QUEUE_TIMEOUT_S = 60, 5
 """How long a request waits for an ingress that is at its limit."""
 
@@ -105,9 +107,10 @@ def _health_server(backend: str, words: Sequence[str]) -> str:
     name, address, *options = words
     track = f" track {backend}/{name}" if "check" in options else ""
     backup = " backup" if "backup" in options else ""
-    # Keep an idle connection: a new one would wait behind all connections that the ingress has not
-    # accepted yet.
-    return f"    server {name} {address}{track}{backup} maxconn {_HEALTH_REQUESTS} pool-purge-delay 1h"
+    # Keep some idle connections: a new one would wait behind all connections that the ingress has
+    # not accepted yet.
+    kept = f"pool-purge-delay 1h pool-max-conn {_IDLE_HEALTH_CONNECTIONS}"
+    return f"    server {name} {address}{track}{backup} maxconn {_HEALTH_REQUESTS} {kept}"
 
 
 def main(folder: Path, binary: str, arguments: Sequence[str]) -> None:

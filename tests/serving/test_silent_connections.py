@@ -171,3 +171,19 @@ def count_open(server: Server) -> int:
             except TimeoutError:
                 left_open += 1
     return left_open
+
+
+async def test_haproxy_keeps_few_connections_after_many_health_checks(fast_path_server: Server) -> None:
+    limits = httpx.Limits(max_connections=300)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+        url = f"{fast_path_server.url}/health/ready"
+        answers = await asyncio.gather(*(client.get(url) for _ in range(1000)))
+    assert {answer.status_code for answer in answers} == {200}
+    (ingress,) = fast_path_server.running("::Ingress") or fast_path_server.running("Ingress")
+
+    def kept() -> int:
+        proxies = [process for process in fast_path_server.running("haproxy")]
+        ends = {end.laddr for proxy in proxies for end in proxy.net_connections("tcp") if end.raddr}
+        return sum(end.raddr in ends for end in ingress.net_connections("tcp") if end.raddr)
+
+    await asyncio.to_thread(wait_for, lambda: 0 < kept() <= 16, "few connections are kept")
