@@ -27,6 +27,7 @@ class Blocks(IntEnum):
 
 
 _TENSOR_BLOCKS = {torch.float32: Blocks.F32, torch.float16: Blocks.F16, torch.bfloat16: Blocks.BF16}
+_FLOATS = {blocks: dtype for dtype, blocks in _TENSOR_BLOCKS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,18 @@ class StoredMatrix:
         """Wrap a float tensor [outputs, inputs]. A contiguous tensor is not copied."""
         rows = tensor.detach().contiguous()
         return cls(rows.view(torch.uint8).numpy().reshape(-1), _TENSOR_BLOCKS[tensor.dtype], *tensor.shape)
+
+    def floats(self, first: int, end: int) -> Tensor:
+        """Return a copy of some outputs [end - first, inputs]: as they are if they are floats, else
+        in float32.
+        """
+        lines = self.data.reshape(self.outputs, -1)
+        rows = lines[first:end].copy() if self.order is None else lines[self.order[first:end]]
+        if self.blocks in _FLOATS:
+            return torch.from_numpy(rows).view(_FLOATS[self.blocks])
+        from gguf import GGMLQuantizationType, dequantize  # only files with blocks need it
+
+        return torch.from_numpy(dequantize(rows, GGMLQuantizationType(self.blocks)))
 
 
 class Parameters(Protocol):

@@ -33,10 +33,8 @@ def empty_module(config: Any) -> Any:
     return module
 
 
-def small_copy(config: Any) -> Any:
-    """Return a narrow module of the same architecture with random weights, float32 on the CPU, in
-    eval mode.
-    """
+def small_copy(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a narrow module of the same architecture with random weights, in eval mode."""
     narrow = copy.deepcopy(config)
     narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
@@ -49,7 +47,9 @@ def small_copy(config: Any) -> Any:
                 parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
             else:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    return module
+    for parameter in module.parameters():  # not the buffers: rotary frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
+    return module.to(device)
 
 
 def _from_config(config: Any) -> Any:
