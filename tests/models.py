@@ -55,6 +55,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_GQA, "sliding_window": 24}),
     "gemma2": ("gemma2", {**_GQA, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 7}),
+    "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0]}),
     "phi": ("phi", _SHAPE),
     "phi3": ("phi3", {**_GQA, "original_max_position_embeddings": 512}),
     "olmo2": ("olmo2", _GQA),

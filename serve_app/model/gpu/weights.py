@@ -15,7 +15,7 @@ from serve_app.model.records import DecoderRecord, Linear
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-_NUMBERS_AT_ONCE = 2**20
+_NUMBERS_AT_ONCE = 2**18
 """Numbers of a matrix that are read at once."""
 
 
@@ -125,7 +125,9 @@ def rounded(weights: Weights, parameters: Sequence[Tensor]) -> tuple[Tensor, Ten
         for rows in weights.pieces(parameter):
             these = slice(first, first + len(rows))
             scales[these] = rows.abs().amax(1).float().clamp_min(1e-12) / FP8_MAX
-            out[these] = (rows.float() / scales[these, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+            # A copy: float32 rows may be the module's own.
+            wide = rows.to(torch.float32, copy=True)
+            out[these] = wide.div_(scales[these, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
             first += len(rows)
     return out, scales
 

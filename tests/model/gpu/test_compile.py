@@ -65,8 +65,12 @@ ROTATE = {
     "num_tokens": "i32",
     "eps": "fp32",
 }
-TURN = {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}
-NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
+TURN = {**SHAPE, "HALF": 64, "ROTATED": 64, "NORMED": True, "ROUNDED": True, "BLOCK": 8}
+NORM = {**dict.fromkeys(("residual", "x", "x_weight", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
+SUM = {"ADD": True, "NORMED": False, "ROUNDED": True, "BLOCK": 4096}
+GEMMA = dict.fromkeys(("x_weight", "weight"), "*fp32")
+GEMMA_HEADS = {**ROTATE, **dict.fromkeys(("query_norm", "key_norm"), "*fp32")}
+TURN_256 = {**TURN, "HEAD_DIM": 256, "HALF": 128, "ROTATED": 128, "ROUNDED": False}
 MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES, "kept": "i32"}
 SHARED = {**INDICES, **dict.fromkeys(("num_rows", "split_keys"), "i32")}
 GATED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
@@ -137,10 +141,14 @@ KERNELS = {
     "share out": Kernel("share_out", SHARED, SHARE, 4, 3, 64, 1),
     "merge": Kernel("merge", MERGED, MERGE, 4, 3, 64, 8),
     "merge, one head": Kernel("merge", MERGED, {**MERGE, "KV_HEADS": 1, "MOST": 512}, 4, 3, 64, 8),
-    "norm": Kernel("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8, 3, 48, 1),
+    "norm": Kernel("add_rms_norm", NORM, SUM, 8, 3, 48, 1),
+    "norms, Gemma": Kernel("add_rms_norm", {**NORM, **GEMMA}, {**SUM, "NORMED": True, "ROUNDED": False}, 8, 3, 64, 1),
     "gate": Kernel("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4, 3, 40, 0),
     "rotate, few": Kernel("rotate_and_store", ROTATE, {**TURN, "BLOCK": 1}, 1, 3, 40, 1),
     "rotate, many": Kernel("rotate_and_store", ROTATE, TURN, 4, 3, 40, 1),
+    "rotate, a part": Kernel("rotate_and_store", ROTATE, {**TURN, "ROTATED": 16}, 4, 3, 48, 1),
+    "rotate, none": Kernel("rotate_and_store", ROTATE, {**TURN, "ROTATED": 0}, 4, 3, 40, 1),
+    "rotate, Gemma": Kernel("rotate_and_store", GEMMA_HEADS, TURN_256, 4, 3, 96, 1),
     "rotate, fp8 cache": Kernel("rotate_and_store", {**ROTATE, **FP8_CACHE}, {**TURN, "NORMED": False}, 4, 3, 40, 1),
     "prepare": Kernel("prepare", STEP, {"PAGE": 16, "BLOCK": 32}, 1, 3, 40, 0),
     "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),

@@ -40,7 +40,7 @@ def build(caplog: pytest.LogCaptureFixture, device: torch.device) -> Build:
     return build
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral", "gemma3", "smollm3"])
 @torch.inference_mode()
 def test_llama_like_models_run_fused(
     arch: str, build: Build, caplog: pytest.LogCaptureFixture, device: torch.device
