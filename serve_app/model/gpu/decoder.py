@@ -76,7 +76,8 @@ class GpuDecoder:
         if shape.value_dim != shape.head_dim:
             raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
 
-        def product(linear: Linear) -> GpuLinear:
+        def product(linear: Linear | None) -> GpuLinear:
+            assert linear is not None  # `_check` refuses experts
             return GpuLinear.of(linear, fp8=fp8, invariant=backend.deterministic)
 
         # Keep nothing else of the model: its weights would use memory next to the 8-bit ones.
@@ -215,6 +216,8 @@ def _check(model: DecoderRecord) -> None:
         "norms of what is added to the residual stream": any(layer.attention_out or layer.mlp_out for layer in layers),
         "norms whose weights are stored minus one": model.final_norm.offset != 0,
         "a factor of the embedding": model.embedding_factor != 1,
+        "experts": any(layer.experts for layer in layers),
+        "attention sinks": any(layer.sinks is not None for layer in layers),
     }.items():
         if found:
             raise UnsupportedModelError(reason)
