@@ -61,6 +61,8 @@ def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collectio
         generation_config = GenerationConfig.from_pretrained(folder) if own else None
     except Exception as error:  # transformers' validators may raise anything
         raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
-    if getattr(config, "quantization_config", None) is not None:
+    quantization: Any = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if quantization and method != "mxfp4":
         raise UnsupportedModelError("its weights are quantized")
     return config, generation_config

@@ -144,7 +144,9 @@ def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> Cp
     wanted = _arithmetic(source.facts.dtype, options)
     for arithmetic in (Arithmetic.EXACT, wanted) if wanted is Arithmetic.INT8 else (wanted,):
         decoder = CpuDecoder(kernels, record, arithmetic=arithmetic)
-        verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic])
+        # Rounded scores choose other experts for some tokens.
+        typical = arithmetic is not Arithmetic.EXACT and any(layer.experts for layer in record.layers)
+        verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic], typical=typical)
     return decoder
 
 

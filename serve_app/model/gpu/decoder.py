@@ -254,7 +254,8 @@ class _Builder:
         weight = self._weights.vector(norm.weight)
         return weight.float() + norm.offset if norm.offset else weight
 
-    def _product(self, linear: Linear) -> GpuLinear:
+    def _product(self, linear: Linear | None) -> GpuLinear:
+        assert linear is not None  # `_check` refuses experts
         product = GpuLinear.of(linear, self._weights, fp8=self._fp8, invariant=self._invariant)
         self._weights.replace(linear, product.weight)
         return product
@@ -267,3 +268,5 @@ def _check(model: DecoderRecord) -> None:
         raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
     if any((layer.query_norm is None) != (layer.key_norm is None) for layer in model.layers):
         raise UnsupportedModelError("norms of queries or of keys alone")
+    if any(layer.experts is not None or layer.sinks is not None for layer in model.layers):
+        raise UnsupportedModelError("experts or attention sinks")

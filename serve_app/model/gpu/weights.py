@@ -136,7 +136,7 @@ def bytes_needed(model: DecoderRecord, dtype: torch.dtype, *, fp8: bool) -> int:
     """Return the size of a decoder's matrices and rotary angles on the device."""
     linears = [model.head]
     for layer in model.layers:
-        linears += layer.qkv, layer.out, layer.gate_up, layer.down
+        linears += (part for part in (layer.qkv, layer.out, layer.gate_up, layer.down) if part is not None)
     matrices = [weight for linear in linears for weight in linear.weights]
     shared = not fp8 and model.head.weights[0] is model.embedding
     size = 0 if shared else model.embedding.numel() * dtype.itemsize

@@ -38,6 +38,7 @@ def small_copy(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     narrow = copy.deepcopy(config)
     narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
+    _narrow_experts(narrow)
     narrow.bos_token_id = narrow.eos_token_id = narrow.pad_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -50,6 +51,19 @@ def small_copy(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     for parameter in module.parameters():  # not the buffers: rotary frequencies stay in float32
         parameter.data = parameter.data.to(dtype)
     return module.to(device)
+
+
+def _narrow_experts(config: Any) -> None:
+    """Leave few experts, of which half are not chosen, and a limit that their activations reach."""
+    if getattr(config, "num_experts_per_tok", None) is None:
+        return
+    config.num_experts = min(config.num_experts, 2 * config.num_experts_per_tok)
+    config._experts_implementation = "batched_mm"
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, _NARROW)
+    if getattr(config, "swiglu_limit", None) is not None:
+        config.swiglu_limit = 1.0
 
 
 def _from_config(config: Any) -> Any:
