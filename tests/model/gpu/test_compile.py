@@ -47,7 +47,7 @@ print(json.dumps({"shared": compiled.metadata.shared, "wgmma": "wgmma.mma" in pt
 """
 INDICES = dict.fromkeys(("tile_rows", "tile_firsts", "row_tiles", "query_starts", "kv_lens"), "*i32")
 ATTEND = {
-    **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
+    **dict.fromkeys(("query", "key_cache", "value_cache", "sinks", "out"), "*bf16"),
     **dict.fromkeys(("partial_sums", "partial_stats"), "*fp32"),
     **INDICES,
     **dict.fromkeys(("tables", "table_lines"), "*i32"),
@@ -57,7 +57,16 @@ ATTEND = {
 FP8_CACHE = dict.fromkeys(("key_cache", "value_cache"), "*fp8e4nv")
 SHAPE = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 16}
 VALUES = {"VALUE_DIM": 128, "VALUE_DIMS": 128}
-TILE = {**SHAPE, **VALUES, "DIMS": 128, "BLOCK_N": 64, "CAPPED": False, "WINDOW": 0, "PRECISION": "tf32"}
+TILE = {
+    **SHAPE,
+    **VALUES,
+    "DIMS": 128,
+    "BLOCK_N": 64,
+    "CAPPED": False,
+    "SINKS": False,
+    "WINDOW": 0,
+    "PRECISION": "tf32",
+}
 ROTATE = {
     **dict.fromkeys(("qkv", "query", "key_cache", "value_cache", "query_norm", "key_norm"), "*bf16"),
     **dict.fromkeys(("cos", "sin"), "*fp32"),
@@ -134,6 +143,8 @@ KERNELS = {
     "decode, window": Kernel("attend", ATTEND, {**SPLIT, "WINDOW": 4096}, 4, 2, 128, 40, 16),
     "decode, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, SPLIT, 4, 2, 128, 40, 32),
     "decode, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 16, "SPLIT": True}, 4, 2, 208, 56),
+    "decode, sinks": Kernel("attend", ATTEND, {**SPLIT, "SINKS": True}, 4, 2, 128, 40, 16),
+    "prefill, sinks": Kernel("attend", ATTEND, {**LONG, "SINKS": True}, 8, 3, 200, 130),
     "prefill": Kernel("attend", ATTEND, LONG, 8, 3, 200, 130),
     "prefill, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, LONG, 8, 3, 200, 100),
     "prefill, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 64, "SPLIT": False}, 8, 2, 200, 110),
