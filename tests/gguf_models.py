@@ -197,9 +197,10 @@ def write_model(
     keys: Keys = (),
     without: Sequence[str] = (),
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    quantized: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
     """keys, tensors: besides what the converter writes, or in its place; without: keys, without
-    their prefix, that it is to leave out."""
+    their prefix, that it is to leave out; quantized: the kinds of `tensors` that are blocks."""
     writer = gguf.GGUFWriter(path, architecture)
     left_out = {f"{architecture}.{key}" for key in without}
     merged = {key[0]: key for key in [*_DESCRIPTION, *converter_keys(architecture, module.config), *keys]}
@@ -207,7 +208,10 @@ def write_model(
         if name not in left_out:
             writer.add_key_value(name, value, *kinds)
     for name, tensor in {**dict(_tensors(architecture, module)), **(tensors or {})}.items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor, np.float32))
+        if quantized and name in quantized:
+            writer.add_tensor(name, tensor, raw_dtype=quantized[name])
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(tensor, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -72,6 +72,18 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MIXTURES_OF_EXPERTS = tuple(_MIXTURES)
 """Not for float64, in which torch has no products of grouped rows."""
+_MIXTURES["gpt_oss"] = (
+    "gpt_oss",
+    {
+        **_GQA,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+    },
+)
 
 
 def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
