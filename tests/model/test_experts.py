@@ -18,7 +18,6 @@ from serve_app.model.cpu.ops import Arithmetic, Kernels
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.executors import cpu
 from serve_app.model.families import Family, Mixture, recognise
-from serve_app.model.gpu.decoder import _check as check_gpu
 from serve_app.model.loader import from_module
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
@@ -227,18 +226,6 @@ def test_the_small_copy_has_few_small_experts() -> None:
         "qwen3_moe", num_hidden_layers=1, hidden_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=32
     )
     assert small_copy(config).model.layers[0].mlp.experts.gate_up_proj.shape == (16, 128, 64)
-
-
-@pytest.mark.parametrize("arch", KERNEL_MIXTURES)
-def test_the_gpu_kernels_refuse_them_by_name(arch: str) -> None:
-    source = SourceModel.take(mixture(arch, mlp_only_layers=[]), arch, None)
-    record = recognise(source.head, source.base, source.facts.layers, source.facts.max_model_len)
-    with pytest.raises(UnsupportedModelError, match="experts"):
-        check_gpu(record)
-    if arch == "gpt_oss":
-        layers = [replace(layer, experts=None) for layer in record.layers]
-        with pytest.raises(UnsupportedModelError, match="attention sinks"):
-            check_gpu(replace(record, layers=layers))
 
 
 @pytest.fixture(scope="module")

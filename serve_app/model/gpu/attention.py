@@ -283,9 +283,9 @@ def _launch(
     # More than the registers of four warps can hold.
     large = tiles.lines > 64 or tiles.lines * dims > 64 * 128
     kernels.attend[(kv_heads, tiles.programs)](
-        query, cache.key, cache.value, query if sinks is None else sinks, out, sums, stats, tiles.rows, tiles.firsts, metadata.query_starts,
-        metadata.kv_lens, metadata.tables, metadata.table_lines, metadata.tables.stride(0), query.stride(0), num_rows,
-        kept, layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,
+        query, cache.key, cache.value, query if sinks is None else sinks, out, sums, stats, tiles.rows, tiles.firsts,
+        metadata.query_starts, metadata.kv_lens, metadata.tables, metadata.table_lines, metadata.tables.stride(0),
+        query.stride(0), num_rows, kept, layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,
         HEADS=layer.num_heads, KV_HEADS=kv_heads, HEAD_DIM=layer.head_dim, VALUE_DIM=layer.value_dim,
         DIMS=max(16, triton.next_power_of_2(layer.head_dim)), VALUE_DIMS=value_dims,
         PAGE=TritonAttention.block_size, BLOCK_M=tiles.lines, BLOCK_N=_BLOCK_N // 2 if wide else _BLOCK_N,

@@ -21,12 +21,13 @@ from serve_app.model.executor import (
 )
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
+from serve_app.model.gpu.experts import GpuExperts
 from serve_app.model.gpu.graphs import BUCKETS, TOKEN_BUCKETS, Attend, DecodeGraphs, MixedGraphs, Recorder
 from serve_app.model.gpu.linear import GpuLinear
 from serve_app.model.gpu.sampling import choose
 from serve_app.model.gpu.weights import FP8, ModuleWeights, Weights
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.records import Activation, DecoderRecord, LayerRecord, Linear, Norm
+from serve_app.model.records import Activation, DecoderRecord, Experts, LayerRecord, Linear, Norm
 from serve_app.model.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
@@ -42,19 +43,22 @@ class _Layer:
     attention: AttentionLayer
     qkv: GpuLinear
     out: GpuLinear
-    gate_up: GpuLinear
-    down: GpuLinear
+    gate_up: GpuLinear | None
+    down: GpuLinear | None
+    experts: GpuExperts | None
     attention_in: Tensor
     mlp_in: Tensor
     attention_out: Tensor | None
     mlp_out: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     angles: tuple[Tensor, Tensor] | None
+    sinks: Tensor | None
 
     @property
-    def products(self) -> tuple[GpuLinear, ...]:
+    def products(self) -> list[GpuLinear | GpuExperts]:
         """The layer's products."""
-        return self.qkv, self.out, self.gate_up, self.down
+        own = (self.qkv, self.out, self.gate_up, self.down, self.experts)
+        return [product for product in own if product is not None]
 
     @property
     def norms(self) -> list[Tensor]:
@@ -112,7 +116,8 @@ class GpuDecoder:
     @property
     def weight_bytes(self) -> int:
         """See `ModelExecutor`."""
-        products, vectors = [self._head], [self._final_norm]
+        products: list[GpuLinear | GpuExperts] = [self._head]
+        vectors = [self._final_norm]
         for layer in self._layers:
             products += layer.products
             vectors += layer.norms
@@ -208,11 +213,19 @@ class GpuDecoder:
             attend(index, query, out)
             x = layer.out(out.flatten(1))
             normed = ops.add_rms_norm(residual, x, layer.mlp_in, eps, layer.attention_out)
-            x, x_norm = layer.down(ops.gate_times_up(layer.gate_up(normed), gelu=self._gelu)), layer.mlp_out
+            x, x_norm = self._mlp(layer, normed, slots), layer.mlp_out
         return ops.add_rms_norm(residual, x, self._final_norm, eps, x_norm)
 
+    def _mlp(self, layer: _Layer, x: Tensor, slots: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return layer.experts(x, slots)
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        return layer.down(ops.gate_times_up(layer.gate_up(x), gelu=self._gelu))
+
     def _attend(self, index: int, query: Tensor, out: Tensor, metadata: TritonMetadata) -> None:
-        self.backend.attend(self._layers[index].attention, query, self._caches[index], metadata, out)
+        layer = self._layers[index]
+        self.backend.attend(layer.attention, query, self._caches[index], metadata, out, layer.sinks)
 
 
 class _Builder:
@@ -231,14 +244,16 @@ class _Builder:
             attention=layer.attention,
             qkv=self._product(layer.qkv),
             out=self._product(layer.out),
-            gate_up=self._product(layer.gate_up),
-            down=self._product(layer.down),
+            gate_up=None if layer.gate_up is None else self._product(layer.gate_up),
+            down=None if layer.down is None else self._product(layer.down),
+            experts=None if layer.experts is None else self._experts(layer.experts),
             attention_in=self.norm(layer.attention_in),
             mlp_in=self.norm(layer.mlp_in),
             attention_out=None if layer.attention_out is None else self.norm(layer.attention_out),
             mlp_out=None if layer.mlp_out is None else self.norm(layer.mlp_out),
             head_norms=None if query_norm is None or key_norm is None else (self.norm(query_norm), self.norm(key_norm)),
             angles=None if layer.rotation is None else self._angles[layer.rotation],
+            sinks=None if layer.sinks is None else self._weights.vector(layer.sinks),
         )
 
     def head_and_embedding(self) -> tuple[GpuLinear, Tensor]:
@@ -254,11 +269,16 @@ class _Builder:
         weight = self._weights.vector(norm.weight)
         return weight.float() + norm.offset if norm.offset else weight
 
-    def _product(self, linear: Linear | None) -> GpuLinear:
-        assert linear is not None  # `_check` refuses experts
+    def _product(self, linear: Linear) -> GpuLinear:
         product = GpuLinear.of(linear, self._weights, fp8=self._fp8, invariant=self._invariant)
-        self._weights.replace(linear, product.weight)
+        self._weights.replace(linear.weights, product.weight)
         return product
+
+    def _experts(self, record: Experts) -> GpuExperts:
+        experts = GpuExperts.of(record, self._model.activation, self._weights, fp8=self._fp8, invariant=self._invariant)
+        self._weights.replace([record.gate_up.weight], experts.gate_up.weight)
+        self._weights.replace([record.down.weight], experts.down.weight)
+        return experts
 
 
 def _check(model: DecoderRecord) -> None:
@@ -268,5 +288,3 @@ def _check(model: DecoderRecord) -> None:
         raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
     if any((layer.query_norm is None) != (layer.key_norm is None) for layer in model.layers):
         raise UnsupportedModelError("norms of queries or of keys alone")
-    if any(layer.experts is not None or layer.sinks is not None for layer in model.layers):
-        raise UnsupportedModelError("experts or attention sinks")

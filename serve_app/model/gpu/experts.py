@@ -9,7 +9,7 @@ from torch import Tensor
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.kernels import experts as kernels
 from serve_app.model.gpu.linear import GpuLinear, round_rows, tile_of
-from serve_app.model.gpu.weights import Weights
+from serve_app.model.gpu.weights import Weights, rounded
 from serve_app.model.records import Activation, Experts, Stack
 
 _COLUMNS = 1024
@@ -32,8 +32,9 @@ class GpuStack:
         """Convert a stack. fp8 rounds its weights, with one scale per output."""
         if not fp8:
             return cls(weights.stacked(stack), weights.biases(stack), None)
-        weight, scales = weights.rounded_stack(stack)
-        return cls(weight, weights.biases(stack), scales)
+        shape = len(stack.weight), stack.outputs, stack.inputs
+        weight, scales = rounded(weights, [stack])
+        return cls(weight.view(shape), weights.biases(stack), scales.view(shape[:2]))
 
     @property
     def nbytes(self) -> int:
@@ -108,10 +109,10 @@ class GpuExperts:
         tokens, hidden = x.shape
         count = self.gate_up.weight.shape[0]
         ids, factors = self._route(x, slots)
-        lines = tile_of(-(-ids.numel() // count), self.gate_up.weight.shape[1], self.gate_up.weight.dtype)["BLOCK_R"]
-        plan = _Plan.of(ids, count, lines)
-        both = self._product(self.gate_up, x, plan, ids.numel(), gather=True)
-        pairs = self._product(self.down, self._activated(both), plan, ids.numel(), gather=False)
+        tile = tile_of(-(-ids.numel() // count), 0, self.gate_up.weight.dtype)
+        plan = _Plan.of(ids, count, tile["BLOCK_R"])
+        both = self._product(self.gate_up, x, plan, tile, gather=True)
+        pairs = self._product(self.down, self._activated(both), plan, tile, gather=False)
         out = torch.empty_like(x)
         kernels.combine[(tokens, triton.cdiv(hidden, _COLUMNS))](
             pairs, ids, factors, out, hidden, PER_TOKEN=self.per_token, BLOCK=_COLUMNS, num_warps=4
@@ -140,14 +141,13 @@ class GpuExperts:
         )
         return out
 
-    def _product(self, stack: GpuStack, x: Tensor, plan: _Plan, pairs: int, *, gather: bool) -> Tensor:
-        experts, outputs, inputs = stack.weight.shape
-        out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    def _product(self, stack: GpuStack, x: Tensor, plan: _Plan, tile: dict[str, int], *, gather: bool) -> Tensor:
+        _, outputs, inputs = stack.weight.shape
+        out = torch.empty(len(plan.order), outputs, dtype=x.dtype, device=x.device)
         scales, row_scales = stack.scales, None
         if scales is not None:
             x, row_scales = round_rows(x)
         block_k = 64 if scales is None else 128
-        tile = tile_of(-(-pairs // experts), outputs, x.dtype)
         kernels.expert_product[(triton.cdiv(outputs, tile["BLOCK_O"]), plan.tiles.shape[1])](
             x, stack.weight, out if stack.bias is None else stack.bias, out if scales is None else scales,
             out if row_scales is None else row_scales, out, plan.order, plan.tiles, plan.num_tiles,

@@ -129,7 +129,7 @@ def _product(
         "BIASED": bias is not None,
         "SCALED": scales is not None,
     }
-    tile = _tile(rows, outputs, x.dtype)
+    tile = tile_of(rows, outputs, x.dtype)
     tiles = triton.cdiv(outputs, tile["BLOCK_O"]) * triton.cdiv(rows, tile["BLOCK_R"])
     kernels.product[(tiles, parts)](
         x, weight, out=sums, rows=rows, outputs=outputs, inputs=inputs, part=part, BLOCK_K=block_k,
@@ -142,7 +142,7 @@ def _product(
         )
 
 
-def _tile(rows: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
+def tile_of(rows: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
     """Return a tile's size, warps and stages (measured on an H200). None of them changes a row's
     bits.
     """

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from serve_app.model.executor import UnsupportedModelError
 
+_CPU = torch.device("cpu")
 _NARROW = 64
 """Width of the small copy's hidden states and MLP, and its vocabulary size."""
 
@@ -33,7 +34,7 @@ def empty_module(config: Any) -> Any:
     return module
 
 
-def small_copy(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def small_copy(config: Any, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> Any:
     """Return a narrow module of the same architecture with random weights, in eval mode."""
     narrow = copy.deepcopy(config)
     narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -20,10 +20,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
-from serve_app.model.gpu.kernels import attention, elementwise, matmul, sampling, steps
+from serve_app.model.gpu.kernels import attention, elementwise, experts, matmul, sampling, steps
 
 name, types, constants, options = json.load(sys.stdin)
-kernels = {**vars(attention), **vars(elementwise), **vars(matmul), **vars(sampling), **vars(steps)}
+kernels = {**vars(attention), **vars(elementwise), **vars(experts), **vars(matmul), **vars(sampling), **vars(steps)}
 kernel, target = kernels[name], GPUTarget("cuda", 90, 32)
 # What a launch does with its arguments first, in a function that Triton writes, whose own names they must not have.
 bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
@@ -122,6 +122,24 @@ ADDED = {
 ADD = {"PARTS": 4, "BIASED": False, "SCALED": True, "BLOCK": 512}
 ROUNDED = {"x": "*bf16", "rounded": "*fp8e4nv", "row_scales": "*fp32", "inputs": "i32"}
 
+PAIRS = {
+    **dict.fromkeys(("ids", "counts", "order", "tiles", "num_tiles"), "*i32"),
+    **dict.fromkeys(("pairs", "experts", "most"), "i32"),
+}
+ROUTED = {"scores": "*bf16", "slots": "*i64", "ids": "*i32", "factors": "*fp32", "experts": "i32"}
+ROUTE = {"PER_TOKEN": 8, "RANKS": 8, "RENORMALISED": True, "BLOCK": 128}
+ARRANGE = {"BLOCK_R": 16, "BLOCK": 1024, "BLOCK_E": 128}
+EXPERT = {
+    **{name: kind for name, kind in PRODUCT.items() if name not in ("rows", "part")},
+    **dict.fromkeys(("order", "tiles", "num_tiles"), "*i32"),
+    "most": "i32",
+}
+EXPERT_FP8 = {**EXPERT, **dict.fromkeys(("x", "weight"), "*fp8e4nv")}
+CHOSEN = {"PER_TOKEN": 8, "GATHER": True, **{name: value for name, value in WHOLE.items() if name != "SPLIT"}}
+CHOSEN_FP8 = {**CHOSEN, "BLOCK_K": 128, "SCALED": True, "GATHER": False}
+CLAMPED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32", "alpha": "fp32", "limit": "fp32"}
+COMBINED = {"pairs": "*bf16", "ids": "*i32", "factors": "*fp32", "out": "*bf16", "width": "i32"}
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -174,6 +192,15 @@ KERNELS = {
     "product, fp8, one row": Kernel("product", PRODUCT_FP8, {**WHOLE_FP8, **FEW}, 4, 8, 72, 100),
     "product, fp8, many rows": Kernel("product", PRODUCT_FP8, {**WHOLE_FP8, **MANY}, 8, 4, 200, 130),
     "parts": Kernel("add_parts", ADDED, ADD, 4, 3, 48, 0),
+    "route": Kernel("route", ROUTED, ROUTE, 1, 3, 64, 0),
+    "count": Kernel("count", PAIRS, {"BLOCK": 1024}, 4, 3, 40, 1),
+    "arrange": Kernel("arrange", PAIRS, ARRANGE, 4, 3, 64, 8),
+    "experts, few rows": Kernel("expert_product", EXPERT, {**CHOSEN, **FEW}, 4, 8, 96, 100),
+    "experts, many rows": Kernel("expert_product", EXPERT, {**CHOSEN, **MANY}, 8, 4, 200, 130),
+    "experts, fp8": Kernel("expert_product", EXPERT_FP8, {**CHOSEN_FP8, **FEW}, 4, 8, 96, 100),
+    "experts, biases": Kernel("expert_product", EXPERT, {**CHOSEN, **FEW, "BIASED": True}, 4, 8, 96, 100),
+    "clamped gate": Kernel("clamped_gate_times_up", CLAMPED, {"BLOCK": 1024}, 4, 3, 48, 0),
+    "combine": Kernel("combine", COMBINED, {"PER_TOKEN": 8, "BLOCK": 1024}, 4, 3, 64, 0),
     "rounded rows": Kernel("round_rows", ROUNDED, {"LARGEST": 448.0, "BLOCK": 4096}, 8, 3, 64, 1),
 }
 
@@ -195,7 +222,7 @@ def test_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert facts["registers"] <= wanted.registers, facts
     assert facts["spilled"] <= wanted.spilled, facts
     assert facts["shared"] <= 1024 * wanted.shared, facts
-    if wanted.name == "product":
+    if wanted.name in ("product", "expert_product"):
         # The same instruction for few rows and for many: another one rounds in another order.
         assert facts["wgmma"]
     if wanted.name == "attend":
