@@ -28,7 +28,7 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -64,7 +64,7 @@ class Peak:
             self._before = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            self._storages.__enter__()
+            self._storages.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -75,14 +75,14 @@ class Peak:
             self.kept = torch.cuda.memory_allocated(self._device) - self._before
             self.most = torch.cuda.max_memory_allocated(self._device) - self._before
         else:
-            self._storages.__exit__(kind, error, trace)
+            self._storages.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             self.kept, self.most = self._storages.held(), self._storages.peak
 
 
 def fit(config: dict[str, Any], device: torch.device, dtype: torch.dtype, quantization: str) -> Result:
     """Load a random model of this shape from a folder, on the Triton decoder."""
     with TemporaryDirectory() as folder:
-        random_module(config, torch.device("cpu"), dtype).save_pretrained(folder, max_shard_size="4GB")
+        random_module(config, device, dtype).save_pretrained(folder, max_shard_size="4GB")
         options = ModelOptions(
             model=folder,
             device=device.type,
