@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from serve_app.core.request import EngineRequest
+from serve_app.core.sampling_params import SamplingParams
 from serve_app.model import families
 from serve_app.model.cpu.decoder import CpuDecoder
 from serve_app.model.cpu.ops import Arithmetic, Kernels
@@ -26,6 +28,7 @@ from serve_app.model.sources.skeleton import small_copy
 from serve_app.model.sources.source_model import SourceModel
 from serve_app.model.verification import verify_model
 from serve_app.text.tokenizer import load_tokenizer
+from tests.engine.harness import Harness
 from tests.engine.test_parity import generate_alone
 from tests.mixtures import KERNEL_MIXTURES, mixture
 from tests.model.stepping import Sequences, random_tokens
@@ -254,27 +257,25 @@ def llama_with_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.FAMILIES, "llama", row)  # type: ignore[arg-type]
 
 
-def text(model: PagedModel, prompt: list[int], count: int) -> list[int]:
-    model.allocate_kv_cache(10)
-    tokens = torch.tensor(prompt)
-    for _ in range(count):
-        logits = Sequences(model, [tokens], [range(1, 9)]).step({0: len(tokens)})[0]
-        tokens = torch.cat([tokens, logits[-1:].argmax(-1)])
-    return tokens[len(prompt) :].tolist()
+def text(model: PagedModel, prompt: list[int]) -> list[int]:
+    """Up to the end token."""
+    request = EngineRequest("text", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=24))
+    return Harness(model).run([request]).outcomes["text", 0].token_ids
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("llama_with_experts")
 def test_four_copies_of_each_mlp_give_the_dense_models_text(default_module: Any, copied: Any) -> None:
     """Then with experts that differ, transformers' text."""
-    prompt = load_tokenizer("default").encode("The capital of France is")
+    prompt = load_tokenizer("default").encode("Once upon a time, in a small village,")
+    dense = generate_alone(default_module, prompt, 24)
     model = from_module(copied, max_model_len=128, attention_backend="kernels", quantization="none")
-    assert text(model, prompt, 16) == generate_alone(default_module, prompt, 16)
+    assert text(model, prompt) == dense
     different = copy.deepcopy(copied)
     with torch.no_grad():
         for layer in different.model.layers:
             layer.mlp.experts.down_proj.mul_(torch.tensor([0.5, 1.0, 1.5, 2.0])[:, None, None])
     model = from_module(different, max_model_len=128, attention_backend="kernels", quantization="none")
-    expected = generate_alone(different, prompt, 16)
-    assert text(model, prompt, 16) == expected
-    assert expected != generate_alone(default_module, prompt, 16)
+    expected = generate_alone(different, prompt, 24)
+    assert text(model, prompt) == expected
+    assert expected != dense

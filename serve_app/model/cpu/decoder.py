@@ -33,13 +33,12 @@ from serve_app.model.cpu.ops import (
     Format,
     Kernels,
     LayerStruct,
-    MixtureStruct,
     PackedPart,
     PackedWeight,
-    WeightStruct,
 )
 from serve_app.model.cpu.packed_file import Matrix, pack_all
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
+from serve_app.model.cpu.structs import MixtureStruct, WeightStruct
 from serve_app.model.executor import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.options import Progress

@@ -21,6 +21,7 @@ from torch import Tensor
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer
 from serve_app.model.cpu.build import KernelsUnavailableError, load_library
 from serve_app.model.cpu.stored import StoredMatrix
+from serve_app.model.cpu.structs import ExpertsStruct, MixtureStruct, PanelStruct, WeightStruct
 
 GROUP = 32
 """Inputs per group in the byte formats. The activations of a group share a scale."""
@@ -54,39 +55,6 @@ class Arithmetic(IntEnum):
     EXACT = 0
     INT8 = 1
     BFLOAT16 = 2
-
-
-class PanelStruct(ctypes.Structure):
-    """`struct panel`."""
-
-    _fields_ = [("data", c_void_p), ("format", c_int64)]
-
-
-class WeightStruct(ctypes.Structure):
-    """`struct weight`."""
-
-    _fields_ = [
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("fixed", c_int32),
-    ]
-
-
-class ExpertsStruct(ctypes.Structure):
-    """`struct experts`."""
-
-    _fields_ = [("router", WeightStruct), ("gate_up", c_void_p), ("down", c_void_p)]
-
-
-class MixtureStruct(ctypes.Structure):
-    """`struct mixture`."""
-
-    _fields_ = [
-        *((name, c_int32) for name in ("count", "used", "width", "renormalised")),
-        *((name, c_float) for name in ("alpha", "limit")),
-    ]
 
 
 class LayerStruct(ctypes.Structure):
