@@ -39,6 +39,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "model_type": "qwen3_moe", **_SHAPE, **_EPS, **_MOE, "head_dim": 32, "rope_theta": 500.0,
         "norm_topk_prob": True,
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss", **_SHAPE, **_EPS, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 12, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 900.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 64,
+        },
+    },
     "phi3": {
         "model_type": "phi3", **_SHAPE, **_EPS, "rope_theta": 500.0, "partial_rotary_factor": 0.5,
         "sliding_window": 12, "original_max_position_embeddings": 256,
@@ -127,6 +134,10 @@ def _rope_keys(architecture: str, config: Any, head_dim: int) -> Iterator[tuple[
     if architecture in ("llama", "phi3", "stablelm", "nemotron"):
         part = full.get("partial_rotary_factor", 1.0)
         yield "rope.dimension_count", int(part * head_dim), Value.UINT32
+    if full["rope_type"] == "yarn":
+        yield "rope.scaling.type", "yarn", Value.STRING
+        yield "rope.scaling.factor", full["factor"], Value.FLOAT32
+        yield "rope.scaling.original_context_length", full["original_max_position_embeddings"], Value.UINT32
     if architecture == "phi3":
         yield "rope.scaling.original_context_length", config.original_max_position_embeddings, Value.UINT32
     if architecture == "nemotron":
@@ -139,17 +150,18 @@ def _rope_keys(architecture: str, config: Any, head_dim: int) -> Iterator[tuple[
 def _special_keys(architecture: str, config: Any) -> Iterator[tuple[str, Any, Value]]:
     if architecture in ("llama", "nemotron"):
         yield "vocab_size", config.vocab_size, Value.UINT32
-    if architecture in ("phi3", "gemma2", "gemma3"):
+    if architecture in ("phi3", "gemma2", "gemma3", "gpt-oss"):
         yield "attention.sliding_window", config.sliding_window, Value.UINT32
     if architecture == "gemma2":
         yield "attn_logit_softcapping", config.attn_logit_softcapping, Value.FLOAT32
         yield "final_logit_softcapping", config.final_logit_softcapping, Value.FLOAT32
     if architecture == "stablelm":
         yield "use_parallel_residual", config.use_parallel_residual, Value.BOOL
-    if architecture in ("qwen2moe", "qwen3moe"):
+    if architecture in ("qwen2moe", "qwen3moe", "gpt-oss"):
         yield "expert_count", config.num_experts, Value.UINT32
         yield "expert_used_count", config.num_experts_per_tok, Value.UINT32
-        yield "expert_feed_forward_length", config.moe_intermediate_size, Value.UINT32
+        width = config.intermediate_size if architecture == "gpt-oss" else config.moe_intermediate_size
+        yield "expert_feed_forward_length", width, Value.UINT32
     if architecture == "qwen2moe":
         yield "expert_shared_feed_forward_length", config.shared_expert_intermediate_size, Value.UINT32
 
@@ -185,9 +197,10 @@ def write_model(
     keys: Keys = (),
     without: Sequence[str] = (),
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    quantized: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
     """keys, tensors: besides what the converter writes, or in its place; without: keys, without
-    their prefix, that it is to leave out."""
+    their prefix, that it is to leave out; quantized: the kinds of `tensors` that are blocks."""
     writer = gguf.GGUFWriter(path, architecture)
     left_out = {f"{architecture}.{key}" for key in without}
     merged = {key[0]: key for key in [*_DESCRIPTION, *converter_keys(architecture, module.config), *keys]}
@@ -195,7 +208,10 @@ def write_model(
         if name not in left_out:
             writer.add_key_value(name, value, *kinds)
     for name, tensor in {**dict(_tensors(architecture, module)), **(tensors or {})}.items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor, np.float32))
+        if quantized and name in quantized:
+            writer.add_tensor(name, tensor, raw_dtype=quantized[name])
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(tensor, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -210,7 +226,9 @@ def _tensors(architecture: str, module: Any) -> Iterator[tuple[str, Any]]:
     for name, tensor in module.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        if name.endswith("experts.gate_up_proj"):
+        if architecture == "gpt-oss" and ".experts." in name:
+            merged = _gpt_oss_experts(name, tensor)
+        elif name.endswith("experts.gate_up_proj"):
             parts = zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True)
             merged = [(name.replace("gate_up_proj", part), rows) for part, rows in parts]
         else:
@@ -221,6 +239,16 @@ def _tensors(architecture: str, module: Any) -> Iterator[tuple[str, Any]]:
             found = names.get_name(stem)
             assert found is not None, part
             yield f"{found}.{ending}", _as_converted(architecture, found, ending, rows, module.config).numpy()
+
+
+def _gpt_oss_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Matrices with outputs as rows; gate and up apart, which the module has row by row."""
+    stem = name.removesuffix("_bias")
+    rows, ending = (tensor, "bias") if name.endswith("_bias") else (tensor.mT, "weight")
+    if not stem.endswith("gate_up_proj"):
+        return [(f"{stem}.{ending}", rows)]
+    prefix = stem.removesuffix("gate_up_proj")
+    return [(f"{prefix}{part}_proj.{ending}", rows[:, first::2]) for first, part in enumerate(("gate", "up"))]
 
 
 def _as_converted(architecture: str, name: str, ending: str, rows: torch.Tensor, config: Any) -> torch.Tensor:

@@ -55,6 +55,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_GQA, "sliding_window": 24}),
     "gemma2": ("gemma2", {**_GQA, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 7}),
+    "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0]}),
     "phi": ("phi", _SHAPE),
     "phi3": ("phi3", {**_GQA, "original_max_position_embeddings": 512}),
     "olmo2": ("olmo2", _GQA),
@@ -71,6 +72,18 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MIXTURES_OF_EXPERTS = tuple(_MIXTURES)
 """Not for float64, in which torch has no products of grouped rows."""
+_MIXTURES["gpt_oss"] = (
+    "gpt_oss",
+    {
+        **_GQA,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+    },
+)
 
 
 def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:

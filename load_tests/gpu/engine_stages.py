@@ -36,6 +36,8 @@ PREFILL_LIMITS = {"llama-3.1-8b": 0.65}
 """Part of the measured rate of large products."""
 ATTENTION_LIMIT = 0.85
 """Part of the measured copy bandwidth."""
+FIT_LAYERS = 4
+"""Of a large model: its widest matrices decide how much loading needs."""
 THROUGHPUT_LIMIT = 5.0
 HOST_LIMIT_MS = 2.0
 
@@ -171,6 +173,19 @@ def steps(bench: Bench, shape: str) -> None:
             f"{shape} prefill, {prompts} x {length} tokens",
             "measured" if share is None else f">= {share} of the rate of large products",
             lambda: prefill(load(), bench.machine, prompts, length, share),
+        )
+
+
+def fit(bench: Bench, shape: str) -> None:
+    """Memory at the peak of loading from files against the memory that is kept, with few layers."""
+    from load_tests.gpu.memory import PEAK_LIMIT, fit
+
+    config = {**config_of(shape), "num_hidden_layers": FIT_LAYERS}
+    for quantization in ("none", "fp8"):
+        bench.check(
+            f"{shape} with {FIT_LAYERS} layers, {quantization}",
+            f"peak at load <= {PEAK_LIMIT} x kept",
+            partial(fit, config, bench.device, bench.machine.dtype, quantization),
         )
 
 
@@ -349,7 +364,7 @@ def free() -> None:
 STAGES: dict[str, Callable[..., None]] = {
     stage.__name__: stage
     for stage in (
-        *(smoke, kernels, features, parity, graphs, steps, attention),
+        *(smoke, kernels, features, parity, graphs, steps, attention, fit),
         *(transformers, vllm, overlap, prices, host, sanitizer),
     )
 }

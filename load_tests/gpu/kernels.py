@@ -15,6 +15,7 @@ from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, bl
 from serve_app.model.gpu import ops, sampling
 from serve_app.model.gpu.attention import TritonAttention
 from serve_app.model.gpu.linear import GpuLinear, round_rows
+from serve_app.model.gpu.weights import ModuleWeights
 from serve_app.model.records import Linear
 
 Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
@@ -96,7 +97,7 @@ def _gate(width: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any
 
 def _product(width: int, rows: tuple[int, ...], fp8: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     weight = _random(width // 2 + 64, width, device=device, dtype=dtype) / width**0.5
-    linear = GpuLinear.of(Linear((weight,), ()), fp8=fp8, invariant=not fp8)
+    linear = GpuLinear.of(Linear((weight,), ()), ModuleWeights(weight), fp8=fp8, invariant=not fp8)
     inputs = [_random(count, width, device=device, dtype=dtype) for count in rows]
     factors = [x.double() for x in inputs]
     weight = linear.weight.double()

@@ -58,7 +58,8 @@ def block_matrix(tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """Shape and parameters of one layer's attention. `sliding_window` counts the keys that a query
-    sees, including its own.
+    sees, including its own. sinks: the layer adds one more score per head; only the C and the
+    Triton kernels can.
     """
 
     num_heads: int
@@ -68,6 +69,7 @@ class AttentionLayer:
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 SCALE_BYTES = 4

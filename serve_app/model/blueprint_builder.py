@@ -9,14 +9,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import AutoConfig, GenerationConfig
 
 from serve_app.checkpoints.model_files import ModelFiles
 from serve_app.errors import one_line
-from serve_app.model.cpu.ops import Kernels
 from serve_app.model.executor import UnsupportedModelError
-from serve_app.model.executors import cpu
+from serve_app.model.executors.mapping import Target
 from serve_app.model.families import recognise
 from serve_app.model.options import ModelOptions
 from serve_app.model.quiet import quiet
@@ -29,29 +27,26 @@ from serve_app.model.sources.skeleton import empty_module, small_copy
 from serve_app.model.sources.source_model import SourceModel
 
 
-def draw_blueprint(
-    files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
-) -> Blueprint:
+def draw_blueprint(files: ModelFiles, checkpoint: MappedCheckpoint, target: Target, options: ModelOptions) -> Blueprint:
     """Build the blueprint. Raises ConfigError, and UnsupportedModelError if the kernels cannot run
     the model.
     """
     with quiet():
-        return _draw(files, checkpoint, kernels, dtype, options)
+        return _draw(files, checkpoint, target, options)
 
 
-def _draw(
-    files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
-) -> Blueprint:
+def _draw(files: ModelFiles, checkpoint: MappedCheckpoint, target: Target, options: ModelOptions) -> Blueprint:
     config, generation_config = _configs(files, checkpoint, options.ignore_model_keys)
     module = empty_module(config)
     if generation_config is not None:
         module.generation_config = generation_config
     if files.kind == "folder":
         check_complete(checkpoint, module)
-    small = SourceModel.take(small_copy(config), files.name, options.max_model_len)
-    facts = replace(small.facts.of_whole(module), dtype=dtype)
+    narrow = small_copy(config, target.device, target.reference_dtype)
+    small = SourceModel.take(narrow, files.name, options.max_model_len)
+    facts = replace(small.facts.of_whole(module), dtype=target.dtype)
     fix_frequencies(module, facts.max_model_len)
-    cpu.verify(replace(small, facts=facts), kernels, options)
+    target.verify(replace(small, facts=facts))
     record = recognise(module, module.base_model, facts.layers, facts.max_model_len)
     return Blueprint(facts, record, dict(module.named_parameters()))
 
@@ -66,6 +61,8 @@ def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collectio
         generation_config = GenerationConfig.from_pretrained(folder) if own else None
     except Exception as error:  # transformers' validators may raise anything
         raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
-    if getattr(config, "quantization_config", None) is not None:
+    quantization: Any = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if quantization and method != "mxfp4":
         raise UnsupportedModelError("its weights are quantized")
     return config, generation_config

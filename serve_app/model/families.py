@@ -17,7 +17,7 @@ from torch import nn
 
 from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.executor import UnsupportedModelError
-from serve_app.model.records import Activation, DecoderRecord, LayerRecord, Linear, Norm, Rotation
+from serve_app.model.records import Activation, DecoderRecord, Experts, LayerRecord, Linear, Norm, Rotation, Stack
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose angles depend only on the position, not on the sequence length.
@@ -26,17 +26,35 @@ _MAX_EPS = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """How modules hold a mixture of experts. router: its name. renormalised: its attribute; None if
+    it always is. transposed, interleaved: see `Stack`. clamped: the activation is
+    `Activation.CLAMPED`.
+    """
+
+    router: str
+    renormalised: str | None = None
+    transposed: bool = False
+    interleaved: bool = False
+    clamped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How transformers' modules hold a layer.
 
     norms: the record's field of each norm of a layer, by the module's name. norm_offset: see
     `Norm`. unrotated: the attribute of an attention module that is false where positions are not
-    rotated.
+    rotated. single_angles: rotary embeddings return each angle once, not for both halves of a head.
+    mixture: of the layers that have experts. sinks: attention modules have `sinks`.
     """
 
     norms: Mapping[str, str]
     norm_offset: float = 0.0
     unrotated: str | None = None
+    single_angles: bool = False
+    mixture: Mixture | None = None
+    sinks: bool = False
 
 
 LLAMA = Family({"input_layernorm": "attention_in", "post_attention_layernorm": "mlp_in"})
@@ -51,6 +69,13 @@ FAMILIES: Mapping[str, Family] = {
         },
         norm_offset=1.0,
     ),
+    "gpt_oss": Family(
+        LLAMA.norms,
+        single_angles=True,
+        mixture=Mixture("router", transposed=True, interleaved=True, clamped=True),
+        sinks=True,
+    ),
+    "qwen3_moe": Family(LLAMA.norms, mixture=Mixture("gate", renormalised="norm_topk_prob")),
     "smollm3": Family(LLAMA.norms, unrotated="use_rope"),
 }
 """By transformers' `model_type`."""
@@ -111,7 +136,7 @@ class _Reader:
         expect(len(self._activations) == 1, "several activations")
         return DecoderRecord(
             layers=layers,
-            rotations=[_angles(rotary, kind, max_model_len, attention[0].head_dim) for kind in self._rotations],
+            rotations=[self._angles(rotary, kind, max_model_len, attention[0].head_dim) for kind in self._rotations],
             embedding=embedding,
             embedding_factor=factor,
             final_norm=final_norm,
@@ -129,8 +154,10 @@ class _Reader:
         heads = [inner["q_proj"], inner["k_proj"], inner["v_proj"]]
         out = _linear(inner["o_proj"])
         query_norm, key_norm = (self._head_norm(inner.get(name), attention.head_dim) for name in ("q_norm", "k_norm"))
+        sinks = inner["sinks"] if self._family.sinks else None
         inner.done()
-        gate_up, down = self._mlp(mlp)
+        mixture = self._family.mixture is not None and hasattr(mlp, "experts")
+        gate_up, down = (None, None) if mixture else self._mlp(mlp)
         return LayerRecord(
             attention=attention,
             qkv=_linear(*heads),
@@ -144,6 +171,8 @@ class _Reader:
             query_norm=query_norm,
             key_norm=key_norm,
             rotation=self._rotation(attn, rotary),
+            experts=self._experts(mlp, self._family.mixture) if mixture and self._family.mixture else None,
+            sinks=sinks,
         )
 
     def _mlp(self, mlp: Any) -> tuple[Linear, Linear]:
@@ -154,6 +183,31 @@ class _Reader:
         self._activations.add(_activation(mlp.act_fn))
         return _linear(gate, up), _linear(down)
 
+    def _experts(self, mlp: Any, mixture: Mixture) -> Experts:
+        parts = _Parts(mlp)
+        router, experts = parts[mixture.router], parts["experts"]
+        parts.done()
+        inner = _Parts(router)
+        weight, bias = inner["weight"], inner.get("bias")
+        inner.done()
+        inner = _Parts(experts)
+        gate_up, down = (
+            Stack(inner[name], inner.get(f"{name}_bias"), mixture.transposed, interleaved)
+            for name, interleaved in (("gate_up_proj", mixture.interleaved), ("down_proj", False))
+        )
+        inner.get("act_fn")
+        inner.done()
+        self._activations.add(Activation.CLAMPED if mixture.clamped else _activation(experts.act_fn))
+        return Experts(
+            router=Linear((weight,), () if bias is None else (bias,)),
+            per_token=router.top_k,
+            renormalised=mixture.renormalised is None or bool(getattr(router, mixture.renormalised)),
+            gate_up=gate_up,
+            down=down,
+            alpha=float(experts.alpha) if mixture.clamped else 0.0,
+            limit=float(experts.limit) if mixture.clamped else 0.0,
+        )
+
     def _rotation(self, attn: Any, rotary: Any) -> int | None:
         """Number the layer's kind of positions. Embeddings with several kinds name them as the
         layers' types."""
@@ -163,6 +217,17 @@ class _Reader:
         several = isinstance(getattr(rotary, "rope_type", None), dict)
         kind = attn.config.layer_types[attn.layer_idx] if several else ""
         return self._rotations.setdefault(kind, len(self._rotations))
+
+    def _angles(self, rotary: Any, kind: str, positions: int, head_dim: int) -> Rotation:
+        """kind: one of the embedding's layer types, or empty if it has only one."""
+        rope_type = rotary.rope_type[kind] if kind else getattr(rotary, "rope_type", None)
+        expect(rope_type in _ROPE_TYPES, f"rotary positions of kind {rope_type}")
+        arguments = {"layer_type": kind} if kind else {}
+        cos, sin = (part[0] for part in rotary(torch.zeros(1), torch.arange(positions)[None], **arguments))
+        half = cos.shape[-1] if self._family.single_angles else cos.shape[-1] // 2
+        order = self._family.single_angles or torch.equal(cos[:, :half], cos[:, half:])
+        expect(2 * half <= head_dim and order, "a different order of rotary angles")
+        return Rotation(cos[:, :half].contiguous(), sin[:, :half].contiguous())
 
     def _norm(self, module: nn.Module) -> Norm:
         parts, wrong = _Parts(module), f"{type(module).__name__} for a norm"
@@ -217,14 +282,3 @@ def _activation(function: Any) -> Activation:
         if torch.allclose(y, known, rtol=0, atol=1e-6):
             return activation
     raise UnsupportedModelError(f"the activation {type(function).__name__}")
-
-
-def _angles(rotary: Any, kind: str, positions: int, head_dim: int) -> Rotation:
-    """kind: one of the embedding's layer types, or empty if it has only one."""
-    rope_type = rotary.rope_type[kind] if kind else getattr(rotary, "rope_type", None)
-    expect(rope_type in _ROPE_TYPES, f"rotary positions of kind {rope_type}")
-    arguments = {"layer_type": kind} if kind else {}
-    cos, sin = (part[0] for part in rotary(torch.zeros(1), torch.arange(positions)[None], **arguments))
-    half = cos.shape[-1] // 2
-    expect(2 * half <= head_dim and torch.equal(cos[:, :half], cos[:, half:]), "a different order of rotary angles")
-    return Rotation(cos[:, :half].contiguous(), sin[:, :half].contiguous())

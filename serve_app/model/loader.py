@@ -1,7 +1,9 @@
 """Loads a model from its options: locates and reads the files, selects an executor, verifies it."""
 
 import copy
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 from serve_app.checkpoints.model_files import ModelFiles, check_model, locate_model
 from serve_app.core.sampling_params import Pooling
 from serve_app.errors import ConfigError
+from serve_app.model.device_memory import refuse_beyond_memory
 from serve_app.model.executor import Demand, UnsupportedModelError
-from serve_app.model.executors import cpu
-from serve_app.model.options import ModelOptions, Progress, resolve_dtype
+from serve_app.model.executors import cpu, gpu
+from serve_app.model.executors.mapping import Target
+from serve_app.model.options import DTYPES, ModelOptions, Progress, resolve_dtype
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
 from serve_app.model.sources.blueprint import Blueprint, find_blueprint
@@ -79,32 +83,53 @@ def _load_floats(
 
     with quiet():
         module = read_checkpoint(files, options, device, report, embeds=pooling is not None)
-        return prepare(module.to(device), files.name, options, report, pooling or "last")
+        needed = sum(parameter.nbytes for parameter in module.parameters())
+        with refuse_beyond_memory(files.name, needed, device):
+            return prepare(module.to(device), files.name, options, report, pooling or "last")
 
 
 def _load_mapped(
     files: ModelFiles, device: torch.device, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel | None:
-    """Load the weights directly from their files into the layout of the CPU kernels, tensor by
-    tensor.
+    """Load the weights directly from their files into the layout of the C or the Triton kernels,
+    tensor by tensor.
 
     Returns None if the kernels are not wanted or cannot run the model; then transformers loads it
     as floats.
     """
-    dtype = resolve_dtype(options.dtype, None, device)
-    if cpu.demand_on(device, dtype, options) is Demand.NONE or files.path is None:
+    if files.path is None:
         return None
     try:
-        return _map(files, dtype, options, report, pooling)
+        target = _pick_target(files, device, options)
+        return None if target is None else _map(files, target, options, report, pooling)
     except UnsupportedModelError as error:
         level = logging.WARNING if files.kind == "gguf" else logging.INFO
         logger.log(level, "model %s is converted to floats first: %s", files.name, error)
         return None
 
 
+def _pick_target(files: ModelFiles, device: torch.device, options: ModelOptions) -> Target | None:
+    """Return the kernels that the options call for, or None. Raises UnsupportedModelError."""
+    dtype = resolve_dtype(options.dtype, _saved_dtype(files), device)
+    if cpu.demand_on(device, dtype, options) is not Demand.NONE:
+        return cpu.CpuTarget.of(dtype, options)
+    if gpu.demand_on(device, options) is not Demand.NONE:
+        return gpu.GpuTarget.of(device, dtype, options)
+    return None
+
+
+def _saved_dtype(files: ModelFiles) -> torch.dtype | None:
+    """Return the dtype in a folder's config.json; None for GGUF, or if there is none."""
+    try:
+        config = json.loads(Path(files.source, "config.json").read_text()) if files.kind == "folder" else {}
+        return DTYPES.get(config.get("dtype") or config.get("torch_dtype") or "")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # its next reader reports the error
+
+
 @torch.inference_mode()
 def _map(
-    files: ModelFiles, dtype: torch.dtype, options: ModelOptions, report: Progress, pooling: Pooling | None
+    files: ModelFiles, target: Target, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel:
     """Map the files and build the model. Raises UnsupportedModelError and ConfigError."""
     assert files.path is not None
@@ -114,20 +139,20 @@ def _map(
     ignored = options.ignore_model_keys
     checkpoint = open_gguf(files.path, cache_dir, ignored) if files.kind == "gguf" else open_safetensors(files.path)
     report(reading, 1.0)
-    kernels = cpu.pick_kernels(torch.device("cpu"), dtype, options)
-    choices = files.name, dtype, options.quantization, options.max_model_len, sorted(ignored)
+    choices = files.name, target.dtype, options.quantization, options.max_model_len, sorted(ignored)
 
     def draw() -> Blueprint:
         # Imports transformers' modules.
         from serve_app.model.blueprint_builder import draw_blueprint
 
-        drawn = draw_blueprint(files, checkpoint, kernels, dtype, options)
+        drawn = draw_blueprint(files, checkpoint, target, options)
         report("verifying", 1.0)
         return drawn
 
-    blueprint = find_blueprint(cache_dir, checkpoint.identity, kernels.library, choices, draw)
-    executor = cpu.load_mapped(blueprint, checkpoint, kernels, options, report)
-    facts = blueprint.facts.ending_with(options.end_ids)
+    blueprint = find_blueprint(cache_dir, checkpoint.identity, target.build, choices, draw)
+    executor = target.load(blueprint, checkpoint, report)
+    # Replicas share blueprints, but not a GPU.
+    facts = replace(blueprint.facts, device=target.device).ending_with(options.end_ids)
     return PagedModel(facts, executor, pick_sampler(executor, facts), pooling or "last")
 
 

@@ -18,6 +18,8 @@ class Activation(IntEnum):
 
     SILU = 0
     GELU_TANH = 1
+    CLAMPED = 2
+    """See `Experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +69,68 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """One matrix per expert. weight: [experts, outputs, inputs], or [experts, inputs, outputs] if
+    `transposed`. bias: [experts, outputs] or None. interleaved: outputs of gate and up alternate;
+    otherwise all of the gate come first.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of each expert."""
+        return self.weight.shape[2 if self.transposed else 1]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of each expert."""
+        return self.weight.shape[1 if self.transposed else 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts. A token's result is the weighted sum of the `per_token` experts with
+    the largest scores of the router, each down(act(gate) * up).
+
+    The weights are the softmax of all scores, or, if `renormalised`, of the chosen ones. alpha,
+    limit: of `Activation.CLAMPED`, (up' + 1) * gate' / (1 + exp(-alpha gate')), with gate' =
+    min(gate, limit) and up' = up from -limit to limit.
+    """
+
+    router: Linear
+    per_token: int
+    renormalised: bool
+    gate_up: Stack
+    down: Stack
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return self.gate_up.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRecord:
     """One layer. Its residual stream x becomes x + out(attend(qkv(n1(x)))), then x + down(act(gate)
-    * up), with gate and up of n2(x).
+    * up), with gate and up of n2(x). If it has experts, they take the place of gate_up and down.
 
     attention_in, mlp_in: n1 and n2. attention_out, mlp_out: norms of what is added to x, or None.
     query_norm, key_norm: norms of each head [head_dim], before the rotation. rotation: index into
-    the decoder's rotations; None without positions.
+    the decoder's rotations; None without positions. sinks: [heads], the score of one more key per
+    query head, whose value is zero.
     """
 
     attention: AttentionLayer
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     attention_in: Norm
     mlp_in: Norm
     attention_out: Norm | None
@@ -88,6 +138,8 @@ class LayerRecord:
     query_norm: Norm | None
     key_norm: Norm | None
     rotation: int | None
+    experts: Experts | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

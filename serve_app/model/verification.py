@@ -63,21 +63,23 @@ class ReferenceLogits:
             raise not_finite(name)
         return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])
 
-    def difference(self, executor: ModelExecutor, layers: Sequence[AttentionLayer]) -> float:
+    def difference(self, executor: ModelExecutor, layers: Sequence[AttentionLayer], *, typical: bool = False) -> float:
         """Return the difference of the executor's logits from these: the standard deviation of a
-        token's logit differences, for the worst token, relative to the standard deviation of these
-        logits.
+        token's logit differences, for the worst token (or, `typical`, the median one), relative to
+        the standard deviation of these logits.
 
         (An offset common to all logits of a token changes no probability, and with 8 bits it can be
         most of the difference. The maximum difference would grow with the vocabulary, whatever its
         cause.)
         """
-        differences = [
-            float((got - reference).std(-1, correction=0).max() / reference.std())
-            for got, reference in zip(_run(executor, self.ids, layers), self.logits, strict=True)
-        ]
-        # `max` of a tensor returns NaN if any difference is NaN; Python's may not.
-        return float(torch.tensor(differences).max())
+        differences = torch.cat(
+            [
+                (got - reference).std(-1, correction=0) / reference.std()
+                for got, reference in zip(_run(executor, self.ids, layers), self.logits, strict=True)
+            ]
+        )
+        # Both return NaN if any difference is NaN.
+        return float(differences.median() if typical else differences.max())
 
 
 def _run(executor: ModelExecutor, ids: Sequence[Tensor], layers: Sequence[AttentionLayer]) -> list[Tensor]:
@@ -121,11 +123,16 @@ def not_finite(name: str) -> ConfigError:
 
 
 def verify_model(
-    executor: ModelExecutor, reference: ReferenceLogits, layers: Sequence[AttentionLayer], tolerance: float
+    executor: ModelExecutor,
+    reference: ReferenceLogits,
+    layers: Sequence[AttentionLayer],
+    tolerance: float,
+    *,
+    typical: bool = False,
 ) -> None:
     """Raise UnsupportedModelError if the executor's logits differ from the reference by more than
-    `tolerance`.
+    `tolerance`; see `ReferenceLogits.difference`.
     """
-    difference = reference.difference(executor, layers)
+    difference = reference.difference(executor, layers, typical=typical)
     if not difference <= tolerance:
         raise UnsupportedModelError(f"its logits would differ by {difference:.2g} standard deviations")

@@ -43,6 +43,8 @@ def pick_backend(
     """
     if name != "auto" and name not in _BACKENDS:
         raise ConfigError(f"attention_backend: unknown name {name!r}; known: auto, {', '.join(sorted(_BACKENDS))}")
+    if any(layer.sinks for layer in layers):
+        raise ConfigError("model: attention sinks are supported only by the C and the Triton kernels")
     candidates = _ORDER.get(device.type, ()) if name == "auto" else (name,)
     for wanted, otherwise in zip(candidates, (*candidates[1:], "the slow reference"), strict=True):
         try:

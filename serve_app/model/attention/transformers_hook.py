@@ -66,15 +66,13 @@ def _paged_attention(
 AttentionInterface.register(IMPLEMENTATION, _paged_attention)
 
 
-_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "position_ids", "cache_position"})
+_UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position"})
 """Arguments that are read, or that repeat what the step's metadata contains."""
 _MASKS = frozenset({"full_attention", "sliding_attention"})
 
 
 def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for an unknown argument that would change the result, for example attention
-    sinks.
-    """
+    """Raise ConfigError for an unknown argument that would change the result."""
     unknown = [name for name, value in kwargs.items() if name not in _UNDERSTOOD and _has_effect(name, value)]
     if attention_mask is not None:
         unknown.append("attention_mask")
@@ -111,6 +109,7 @@ def _layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs:
         scale=float(scale) if scale is not None else query.shape[3] ** -0.5,
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux") is not None,
     )
 
 

@@ -33,6 +33,8 @@ def verify_backend(
     for layer in dict.fromkeys(layers):
         try:
             difference = _difference(backend, layer, dtype, device)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # a backend may raise anything on untested hardware
             return f"{type(error).__name__}: {error}".splitlines()[0]
         if difference > _TOLERANCE[dtype]:

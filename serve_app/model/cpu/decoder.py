@@ -13,7 +13,8 @@ There are three modes:
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,10 +38,11 @@ from serve_app.model.cpu.ops import (
 )
 from serve_app.model.cpu.packed_file import Matrix, pack_all
 from serve_app.model.cpu.stored import Blocks, ModuleParameters, Parameters, StoredMatrix
+from serve_app.model.cpu.structs import MixtureStruct, WeightStruct
 from serve_app.model.executor import OnCapture, UnsupportedModelError
 from serve_app.model.input_batch import PackedBatch
 from serve_app.model.options import Progress
-from serve_app.model.records import DecoderRecord, Linear, Norm
+from serve_app.model.records import DecoderRecord, Experts, Linear, Norm, Stack
 from serve_app.model.slot_memory import SlotMemory
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
@@ -56,6 +58,7 @@ _EXACT_FORMATS = {
     Blocks.Q5_K: frozenset[Format](),
     Blocks.Q6_K: {Format.Q6K},
     Blocks.BF16: {Format.BF16},
+    Blocks.MXFP4: {Format.MX4},
     Blocks.F16: _WIDENED,
     Blocks.F32: _WIDENED,
 }
@@ -96,12 +99,9 @@ class CpuDecoder:
         packing = _Packing(kernels, parameters or ModuleParameters(), arithmetic)
         self._vocabulary = model.embedding.shape[0]
         self._num_positions = min((rotation.cos.shape[0] for rotation in model.rotations), default=2**62)
-        (self._head, *own), *weights = packing.pack_all(model, cache_dir, report)
+        (self._head, *own), self._weights = packing.pack_all(model, cache_dir, report)
         self._embedding = own[0] if own else self._head
-        self._weights = [
-            dict(zip(_PRODUCTS, (weight for (weight,) in weights[first : first + len(_PRODUCTS)]), strict=True))
-            for first in range(0, len(weights), len(_PRODUCTS))
-        ]
+        self._stacks: list[ctypes.Array[WeightStruct]] = []
         self._vectors = [part for rotation in model.rotations for part in (rotation.cos, rotation.sin)]
         self._layers = (LayerStruct * len(model.layers))()
         self._struct = self._describe(model, packing.parameters)
@@ -128,7 +128,7 @@ class CpuDecoder:
         return sum(weight.mapped_bytes for weight in [*self._products(), *own])
 
     def _products(self) -> list[PackedWeight]:
-        return [self._head, *(weight for weights in self._weights for weight in weights.values())]
+        return [self._head, *(weight for weights in self._weights for group in weights.values() for weight in group)]
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
         """See `ModelExecutor`."""
@@ -168,8 +168,15 @@ class CpuDecoder:
             return self._vectors[-1].data_ptr()
 
         for struct, layer, weights in zip(self._layers, model.layers, self._weights, strict=True):
-            for name, weight in weights.items():
-                setattr(struct, name, weight.struct())
+            for name in _PRODUCTS:
+                if name in weights:
+                    setattr(struct, name, weights[name][0].struct())
+            if layer.experts is not None:
+                struct.experts.router = weights["router"][0].struct()
+                struct.experts.gate_up, struct.experts.down = map(self._stack, (weights["gates"], weights["downs"]))
+            if layer.sinks is not None:
+                self._vectors.append(parameters.vector(layer.sinks))
+                struct.sinks = self._vectors[-1].data_ptr()
             for name in _NORMS:
                 setattr(struct, name, address(getattr(layer, name)))
             if layer.rotation is not None:
@@ -180,7 +187,7 @@ class CpuDecoder:
         return DecoderStruct(
             num_layers=len(model.layers),
             hidden=model.embedding.shape[1],
-            intermediate=model.layers[0].down.inputs,
+            intermediate=max(layer.down.inputs if layer.down else 0 for layer in model.layers),
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
@@ -191,10 +198,30 @@ class CpuDecoder:
             eps=model.eps,
             scale=attention.scale,
             embedding_factor=model.embedding_factor,
+            mixture=_mixture(model),
             embedding=self._embedding.struct(),
             final_norm=address(model.final_norm),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
+
+    def _stack(self, weights: Sequence[PackedWeight]) -> int:
+        """Return the address of the experts' structs."""
+        self._stacks.append((WeightStruct * len(weights))(*(weight.struct() for weight in weights)))
+        return ctypes.addressof(self._stacks[-1])
+
+
+def _mixture(model: DecoderRecord) -> MixtureStruct:
+    experts = next((layer.experts for layer in model.layers if layer.experts is not None), None)
+    if experts is None:
+        return MixtureStruct()
+    return MixtureStruct(
+        experts.count,
+        experts.per_token,
+        experts.down.inputs,
+        experts.renormalised,
+        experts.alpha,
+        experts.limit,
+    )
 
 
 def _cache_dtype(kernels: Kernels, model: DecoderRecord, arithmetic: Arithmetic) -> torch.dtype:
@@ -207,6 +234,14 @@ def _cache_dtype(kernels: Kernels, model: DecoderRecord, arithmetic: Arithmetic)
     return kernels.narrow_cache
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Packs some matrices, and reads the bias of each."""
+
+    pack: Callable[[], list[Matrix]]
+    biases: Callable[[], list[Tensor | None]]
+
+
 class _Packing:
     """Reads weights and packs each into the smallest format that the mode allows."""
 
@@ -215,25 +250,54 @@ class _Packing:
         self._kernels = kernels
         self._arithmetic = arithmetic
 
-    def pack_all(self, model: DecoderRecord, cache_dir: Path | None, report: Progress) -> list[list[PackedWeight]]:
-        """Return the head (followed by the embedding if that is another matrix), then each layer's
-        products.
+    def pack_all(
+        self, model: DecoderRecord, cache_dir: Path | None, report: Progress
+    ) -> tuple[list[PackedWeight], list[dict[str, list[PackedWeight]]]]:
+        """Return the head (followed by the embedding if that is another matrix), and each layer's
+        products by name: one matrix, or one for each expert.
         """
-        linears = [model.head, *(getattr(layer, name) for layer in model.layers for name in _PRODUCTS)]
-        jobs = [partial(self._pack_head, model), *(partial(self._pack, linear) for linear in linears[1:])]
+        head = _Job(partial(self._pack_head, model), lambda: [*self._bias(model.head), None])
+        layers = [
+            {name: self._job(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None}
+            | ({} if layer.experts is None else self._expert_jobs(layer.experts))
+            for layer in model.layers
+        ]
+        jobs = [head, *(job for layer in layers for job in layer.values())]
         identity = self.parameters.identity
         if identity is None:
             identity, cache_dir = ("", ""), None
-        packed = pack_all(jobs, cache_dir, identity, self._arithmetic.name, self._kernels.library, report)
-        return [
-            [PackedWeight(matrices[0], self._bias(linear), self._kernels.panel)]
-            + [PackedWeight(matrix, None, self._kernels.panel) for matrix in matrices[1:]]
-            for linear, matrices in zip(linears, packed, strict=True)
-        ]
+        packed = pack_all(
+            [job.pack for job in jobs], cache_dir, identity, self._arithmetic.name, self._kernels.library, report
+        )
+        weights = iter(
+            [
+                PackedWeight(matrix, bias, self._kernels.panel)
+                for matrix, bias in zip(matrices, job.biases(), strict=False)
+            ]
+            for job, matrices in zip(jobs, packed, strict=True)
+        )
+        return next(weights), [{name: next(weights) for name in layer} for layer in layers]
 
-    def _bias(self, linear: Linear) -> Tensor | None:
+    def _job(self, linear: Linear, *, floats: bool = False) -> _Job:
+        return _Job(partial(self._pack, linear, floats=floats), lambda: self._bias(linear))
+
+    def _expert_jobs(self, experts: Experts) -> dict[str, _Job]:
+        stacks = {"gates": experts.gate_up, "downs": experts.down}
+        return {
+            "router": self._job(experts.router, floats=True),
+            **{
+                name: _Job(partial(self._pack_stack, stack), partial(self._biases, stack))
+                for name, stack in stacks.items()
+            },
+        }
+
+    def _bias(self, linear: Linear) -> list[Tensor | None]:
         biases = [self.parameters.vector(bias) for bias in linear.biases]
-        return torch.cat(biases) if biases else None
+        return [torch.cat(biases) if biases else None]
+
+    def _biases(self, stack: Stack) -> list[Tensor | None]:
+        biases = self.parameters.expert_biases(stack)
+        return [None] * stack.weight.shape[0] if biases is None else [*biases]
 
     def _pack_head(self, model: DecoderRecord) -> list[Matrix]:
         """Pack the head, and the embedding if it needs another matrix.
@@ -247,16 +311,30 @@ class _Packing:
         arithmetic = Arithmetic.EXACT if self._arithmetic is Arithmetic.INT8 else self._arithmetic
         return [head, [self._pack_alike([self.parameters.matrix(model.embedding)], arithmetic)]]
 
-    def _pack(self, linear: Linear) -> list[Matrix]:
-        """Pack the joined modules. They may differ in format if their outputs are whole panels."""
+    def _pack(self, linear: Linear, *, floats: bool = False) -> list[Matrix]:
+        """Pack the joined modules. floats: as floats, whatever the mode."""
         matrices = [self.parameters.matrix(weight) for weight in linear.weights]
+        if floats:
+            part = self._kernels.pack(matrices, Format.F32, exactly=True)
+            assert part is not None  # this format holds all values
+            return [[part]]
+        matrix = self._pack_joined(matrices)
+        for weight in linear.weights:
+            self.parameters.release(weight)
+        return [matrix]
+
+    def _pack_stack(self, stack: Stack) -> list[Matrix]:
+        """Pack the matrices of all experts."""
+        packed = [self._pack_joined(self.parameters.expert(stack, index)) for index in range(stack.weight.shape[0])]
+        self.parameters.release(stack.weight)
+        return packed
+
+    def _pack_joined(self, matrices: Sequence[StoredMatrix]) -> Matrix:
+        """Pack joined matrices. They may differ in format if their outputs are whole panels."""
         whole = all(matrix.outputs % self._kernels.panel == 0 for matrix in matrices[:-1])
         alike = len({matrix.blocks for matrix in matrices}) == 1
         groups = [[matrix] for matrix in matrices] if whole and not alike else [matrices]
-        parts = [self._pack_alike(group, self._arithmetic) for group in groups]
-        for weight in linear.weights:
-            self.parameters.release(weight)
-        return [parts]
+        return [self._pack_alike(group, self._arithmetic) for group in groups]
 
     def _pack_alike(self, matrices: Sequence[StoredMatrix], arithmetic: Arithmetic) -> PackedPart:
         exactly = arithmetic is Arithmetic.EXACT
@@ -275,11 +353,20 @@ def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
     if unsupported := unsupported_by_kernels(model.layers[0].attention):
         raise UnsupportedModelError(unsupported)
-    if len({layer.down.inputs for layer in model.layers}) > 1:
+    downs = [layer.down for layer in model.layers if layer.down is not None]
+    if len({down.inputs for down in downs}) > 1:
         raise UnsupportedModelError("MLPs of several widths")
+    mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
+    if len({(each.count, each.per_token, each.down.inputs, each.renormalised) for each in mixtures}) > 1:
+        raise UnsupportedModelError("mixtures of experts of several shapes")
+    if any(each.per_token > each.count for each in mixtures):
+        raise UnsupportedModelError("more experts of a token than there are")
     if len({rotation.cos.shape[1] for rotation in model.rotations}) > 1:
         raise UnsupportedModelError("layers that rotate parts of several widths")
     layer = model.layers[0]
-    for name, linear in (("hidden states", layer.qkv), ("attention", layer.out), ("an MLP", layer.down)):
-        if linear.inputs % GROUP:
-            raise UnsupportedModelError(f"{name} of width {linear.inputs}, not a multiple of {GROUP}")
+    widths = {"hidden states": [layer.qkv.inputs], "attention": [layer.out.inputs]}
+    widths |= {"an MLP": [down.inputs for down in downs], "an expert": [each.down.inputs for each in mixtures]}
+    for name, inputs in widths.items():
+        for width in {*inputs}:
+            if width % GROUP:
+                raise UnsupportedModelError(f"{name} of width {width}, not a multiple of {GROUP}")

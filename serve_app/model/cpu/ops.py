@@ -21,6 +21,7 @@ from torch import Tensor
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer
 from serve_app.model.cpu.build import KernelsUnavailableError, load_library
 from serve_app.model.cpu.stored import StoredMatrix
+from serve_app.model.cpu.structs import ExpertsStruct, MixtureStruct, PanelStruct, WeightStruct
 
 GROUP = 32
 """Inputs per group in the byte formats. The activations of a group share a scale."""
@@ -38,12 +39,14 @@ class Format(IntEnum):
     Q8 = 2
     Q4 = 3
     Q4S = 4
-    Q4K = 5
-    Q6K = 6
+    MX4 = 5
+    Q4K = 6
+    Q6K = 7
 
 
-BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4S: 4, Format.Q4K: 4, Format.Q6K: 6}
-"""Bits per weight in the formats that can be multiplied by fixed-point activations."""
+BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4S: 4, Format.MX4: 5, Format.Q4K: 4, Format.Q6K: 6}
+"""Bits of the unsigned numbers that stand for weights, in the formats that can be multiplied by
+fixed-point activations."""
 
 
 class Arithmetic(IntEnum):
@@ -54,34 +57,17 @@ class Arithmetic(IntEnum):
     BFLOAT16 = 2
 
 
-class PanelStruct(ctypes.Structure):
-    """`struct panel`."""
-
-    _fields_ = [("data", c_void_p), ("format", c_int64)]
-
-
-class WeightStruct(ctypes.Structure):
-    """`struct weight`."""
-
-    _fields_ = [
-        ("panels", c_void_p),
-        ("bias", c_void_p),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("fixed", c_int32),
-    ]
-
-
 class LayerStruct(ctypes.Structure):
     """`struct layer`."""
 
     _fields_ = [
         *((name, WeightStruct) for name in ("qkv", "out", "gate_up", "down")),
+        ("experts", ExpertsStruct),
         *(
             (name, c_void_p)
             for name in ("attention_in", "mlp_in", "attention_out", "mlp_out", "query_norm", "key_norm")
         ),
-        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
+        *((name, c_void_p) for name in ("cos", "sin", "sinks", "keys", "values")),
         ("window", c_int64),
     ]
 
@@ -93,6 +79,7 @@ class DecoderStruct(ctypes.Structure):
         *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "arithmetic", "cache")),
         *((name, c_float) for name in ("eps", "scale", "embedding_factor")),
+        ("mixture", MixtureStruct),
         ("embedding", WeightStruct),
         ("final_norm", c_void_p),
         ("layers", ctypes.POINTER(LayerStruct)),
@@ -103,6 +90,7 @@ class _AttentionStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "cache")),
         ("scale", c_float),
+        ("sinks", c_void_p),
     ]
 
 
@@ -142,13 +130,12 @@ class PackedWeight:
         self.inputs = parts[0].inputs
         self.exact = all(part.exact for part in parts)
         self.bfloat16 = all(part.format == Format.BF16 for part in parts)
-        panels = []
-        for part in parts:
-            count = -(-part.outputs // panel)
-            size = part.data.nbytes // count
-            first = part.data.ctypes.data
-            panels += [PanelStruct(first + index * size, part.format) for index in range(count)]
-        self._panels = (PanelStruct * len(panels))(*panels)
+        counts = [-(-part.outputs // panel) for part in parts]
+        panels = np.empty((sum(counts), 2), np.int64)  # `struct panel`
+        for part, count, end in zip(parts, counts, np.cumsum(counts), strict=True):
+            panels[end - count : end, 0] = part.data.ctypes.data + part.data.nbytes // count * np.arange(count)
+            panels[end - count : end, 1] = part.format
+        self._panels = panels
         self.padded_outputs = panel * len(panels)
         padding = self.padded_outputs - self.outputs
         self._bias = None if bias is None else torch.cat([bias.detach().float(), torch.zeros(padding)])
@@ -168,7 +155,7 @@ class PackedWeight:
         bias = None if self._bias is None else self._bias.data_ptr()
         bits = [BITS.get(part.format, 0) for part in self.parts]
         fixed = max(bits) if all(bits) else 0
-        return WeightStruct(ctypes.addressof(self._panels), bias, self.padded_outputs, self.inputs, fixed)
+        return WeightStruct(self._panels.ctypes.data, bias, self.padded_outputs, self.inputs, fixed)
 
 
 class Batch:
@@ -293,9 +280,10 @@ class Kernels:
         value: Tensor,
         caches: tuple[Tensor, Tensor],
         batch: Batch,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write the caches and attend. query [T, heads, dim], key and value [T, kv_heads, dim],
-        float32 -> [T, heads, dim].
+        float32 -> [T, heads, dim]. sinks: float32 [heads].
         """
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         struct = _AttentionStruct(
@@ -305,6 +293,7 @@ class Kernels:
             layer.sliding_window or 0,
             CACHE_FORMATS[caches[0].dtype],
             layer.scale,
+            None if sinks is None else sinks.data_ptr(),
         )
         pool, out = self._threads(), torch.empty_like(query)
         size = self._library.attention_workspace(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,24 +56,43 @@ def load(source: "SourceModel", options: ModelOptions, report: Progress) -> Mode
     return decoder
 
 
-def load_mapped(
-    blueprint: Blueprint, checkpoint: MappedCheckpoint, kernels: Kernels, options: ModelOptions, report: Progress
-) -> ModelExecutor:
-    """Build a blueprint's model, reading the weights directly from their files.
+@dataclass(frozen=True, slots=True)
+class CpuTarget:
+    """See `Target`. The narrow copy is computed in float32 whatever the dtype."""
 
-    Raises UnsupportedModelError, and ConfigError for weights that are missing or not finite.
-    """
-    facts = blueprint.facts
-    decoder = CpuDecoder(
-        kernels,
-        blueprint.record,
-        arithmetic=_arithmetic(facts.dtype, options),
-        parameters=MappedParameters(checkpoint, blueprint.parameters),
-        cache_dir=Path(options.cache_dir).expanduser(),
-        report=report,
-    )
-    check_finite(decoder, facts.name, facts.vocab_size, facts.layers)
-    return decoder
+    kernels: Kernels
+    dtype: torch.dtype
+    options: ModelOptions
+    device = torch.device("cpu")
+    reference_dtype = torch.float32
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, options: ModelOptions) -> "CpuTarget":
+        """Compile the kernels. Raises UnsupportedModelError."""
+        return cls(pick_kernels(cls.device, dtype, options), dtype, options)
+
+    @property
+    def build(self) -> str:
+        """See `Target`."""
+        return self.kernels.library
+
+    def verify(self, small: "SourceModel") -> None:
+        """See `Target`."""
+        verify(small, self.kernels, self.options)
+
+    def load(self, blueprint: Blueprint, checkpoint: MappedCheckpoint, report: Progress) -> ModelExecutor:
+        """See `Target`."""
+        facts = blueprint.facts
+        decoder = CpuDecoder(
+            self.kernels,
+            blueprint.record,
+            arithmetic=_arithmetic(facts.dtype, self.options),
+            parameters=MappedParameters(checkpoint, blueprint.parameters),
+            cache_dir=Path(self.options.cache_dir).expanduser(),
+            report=report,
+        )
+        check_finite(decoder, facts.name, facts.vocab_size, facts.layers)
+        return decoder
 
 
 def pick_kernels(device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Kernels:
@@ -124,7 +144,9 @@ def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> Cp
     wanted = _arithmetic(source.facts.dtype, options)
     for arithmetic in (Arithmetic.EXACT, wanted) if wanted is Arithmetic.INT8 else (wanted,):
         decoder = CpuDecoder(kernels, record, arithmetic=arithmetic)
-        verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic])
+        # Rounded scores choose other experts for some tokens.
+        typical = arithmetic is not Arithmetic.EXACT and any(layer.experts for layer in record.layers)
+        verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic], typical=typical)
     return decoder
 
 

@@ -125,9 +125,10 @@ class TritonAttention:
         query = torch.zeros(1, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
         out = query.new_empty(1, layer.num_heads, layer.value_dim)
         lines = _fixed_lines(layer, dtype) if self.deterministic else _long_lines(layer, dtype)
-        _launch(layer, query, cache, metadata, Tiles(zero[:1], zero[:1], lines, 1), out)
+        sinks = query.new_zeros(layer.num_heads) if layer.sinks else None
+        _launch(layer, query, cache, metadata, Tiles(zero[:1], zero[:1], lines, 1), out, sinks)
         if not self.deterministic:
-            _launch(layer, query, cache, metadata, _split_tiles(metadata, layer, 1, 1), out)
+            _launch(layer, query, cache, metadata, _split_tiles(metadata, layer, 1, 1), out, sinks)
 
     def forward(
         self,
@@ -149,15 +150,21 @@ class TritonAttention:
         return out
 
     def attend(
-        self, layer: AttentionLayer, query: Tensor, cache: LayerCache, metadata: TritonMetadata, out: Tensor
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        cache: LayerCache,
+        metadata: TritonMetadata,
+        out: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Attend to keys and values that are already in the pool.
 
         query: [N, num_heads, head_dim], contiguous. out: [N, num_heads, value_dim]; only the T
-        tokens are written.
+        tokens are written. sinks: [num_heads] of layers that have them: one more score per query.
         """
         for tiles in metadata.tiles(layer, query.dtype):
-            _launch(layer, query, cache, metadata, tiles, out)
+            _launch(layer, query, cache, metadata, tiles, out, sinks)
 
 
 def cut(
@@ -256,7 +263,13 @@ def _processors(device: torch.device) -> int:
 
 
 def _launch(
-    layer: AttentionLayer, query: Tensor, cache: LayerCache, metadata: TritonMetadata, tiles: Tiles, out: Tensor
+    layer: AttentionLayer,
+    query: Tensor,
+    cache: LayerCache,
+    metadata: TritonMetadata,
+    tiles: Tiles,
+    out: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     num_rows, kv_heads, kept = metadata.kv_lens.shape[0], layer.num_kv_heads, tiles.kept
     value_dims = max(16, triton.next_power_of_2(layer.value_dim))
@@ -270,13 +283,13 @@ def _launch(
     # More than the registers of four warps can hold.
     large = tiles.lines > 64 or tiles.lines * dims > 64 * 128
     kernels.attend[(kv_heads, tiles.programs)](
-        query, cache.key, cache.value, out, sums, stats, tiles.rows, tiles.firsts, metadata.query_starts,
-        metadata.kv_lens, metadata.tables, metadata.table_lines, metadata.tables.stride(0), query.stride(0), num_rows,
-        kept, layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,
+        query, cache.key, cache.value, query if sinks is None else sinks, out, sums, stats, tiles.rows, tiles.firsts,
+        metadata.query_starts, metadata.kv_lens, metadata.tables, metadata.table_lines, metadata.tables.stride(0),
+        query.stride(0), num_rows, kept, layer.scale * _LOG2_E, (layer.softcap or 0.0) * _LOG2_E,
         HEADS=layer.num_heads, KV_HEADS=kv_heads, HEAD_DIM=layer.head_dim, VALUE_DIM=layer.value_dim,
         DIMS=max(16, triton.next_power_of_2(layer.head_dim)), VALUE_DIMS=value_dims,
         PAGE=TritonAttention.block_size, BLOCK_M=tiles.lines, BLOCK_N=_BLOCK_N // 2 if wide else _BLOCK_N,
-        SPLIT=kept > 0, WINDOW=layer.sliding_window or 0, CAPPED=layer.softcap is not None,
+        SPLIT=kept > 0, WINDOW=layer.sliding_window or 0, CAPPED=layer.softcap is not None, SINKS=sinks is not None,
         # Tensor cores would round float32 factors to 10 bits.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         # A third stage helps where the registers allow only one program.

@@ -5,7 +5,7 @@ numbers: the caller compares the finished decoder with the modules before use.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,13 @@ from serve_app.model.executor import (
 )
 from serve_app.model.gpu import ops
 from serve_app.model.gpu.attention import TritonAttention, TritonMetadata
+from serve_app.model.gpu.experts import GpuExperts
 from serve_app.model.gpu.graphs import BUCKETS, TOKEN_BUCKETS, Attend, DecodeGraphs, MixedGraphs, Recorder
-from serve_app.model.gpu.linear import FP8, GpuLinear
+from serve_app.model.gpu.linear import GpuLinear
 from serve_app.model.gpu.sampling import choose
+from serve_app.model.gpu.weights import FP8, ModuleWeights, Weights
 from serve_app.model.input_batch import PackedBatch
-from serve_app.model.records import Activation, DecoderRecord, Linear
+from serve_app.model.records import Activation, DecoderRecord, Experts, LayerRecord, Linear, Norm
 from serve_app.model.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
@@ -33,25 +35,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer. head_norms: weights [head_dim] of the query and key norm."""
+    """One layer, as in `LayerRecord`. Norms are weights [width], see `ops.add_rms_norm`;
+    head_norms: of queries and keys, [head_dim]. angles: cosines and sines, see
+    `ops.rotate_and_store`.
+    """
 
     attention: AttentionLayer
     qkv: GpuLinear
     out: GpuLinear
-    gate_up: GpuLinear
-    down: GpuLinear
+    gate_up: GpuLinear | None
+    down: GpuLinear | None
+    experts: GpuExperts | None
     attention_in: Tensor
     mlp_in: Tensor
+    attention_out: Tensor | None
+    mlp_out: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
+    angles: tuple[Tensor, Tensor] | None
+    sinks: Tensor | None
+
+    @property
+    def products(self) -> list[GpuLinear | GpuExperts]:
+        """The layer's products."""
+        own = (self.qkv, self.out, self.gate_up, self.down, self.experts)
+        return [product for product in own if product is not None]
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """The weights of the layer's norms."""
+        own = (self.attention_in, self.mlp_in, self.attention_out, self.mlp_out, *(self.head_norms or ()))
+        return [norm for norm in own if norm is not None]
 
 
 class GpuDecoder:
     """A `ModelExecutor`. The residual stream is rounded to the model's dtype after every sum, as in
     transformers.
 
-    fp8: weights in 8 bits. fp8_cache: keys and values in 8 bits. With a deterministic backend no
-    row's bits depend on other rows. Raises UnsupportedModelError for models that the kernels cannot
-    run.
+    weights: reads the record's parameters; by default they are in memory, and the decoder takes
+    them over (`ModuleWeights`). fp8: weights in 8 bits. fp8_cache: keys and values in 8 bits. With
+    a deterministic backend no row's bits depend on other rows. Raises UnsupportedModelError for
+    models that the kernels cannot run.
     """
 
     mapped_bytes = 0
@@ -63,42 +86,28 @@ class GpuDecoder:
         backend: TritonAttention,
         max_model_len: int,
         *,
+        weights: Weights | None = None,
         fp8: bool = False,
         fp8_cache: bool = False,
+        report: Callable[[float], None] = lambda fraction: None,
     ) -> None:
+        _check(model)
+        weights = weights or ModuleWeights(model.embedding)
         self.backend = backend
         self.quantization = "fp8" if fp8 else "none"
-        self.cache_dtype: torch.dtype = FP8 if fp8_cache else model.embedding.dtype
-        device = model.embedding.device
-        self.build = torch_build(device)
-        _check(model)
-        shape = model.layers[0].attention
-        if shape.value_dim != shape.head_dim:
-            raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
-
-        def product(linear: Linear) -> GpuLinear:
-            return GpuLinear.of(linear, fp8=fp8, invariant=backend.deterministic)
-
-        # Keep nothing else of the model: its weights would use memory next to the 8-bit ones.
-        self._layers = [
-            _Layer(
-                attention=layer.attention,
-                qkv=product(layer.qkv),
-                out=product(layer.out),
-                gate_up=product(layer.gate_up),
-                down=product(layer.down),
-                attention_in=layer.attention_in.weight,
-                mlp_in=layer.mlp_in.weight,
-                head_norms=None
-                if layer.query_norm is None or layer.key_norm is None
-                else (layer.query_norm.weight, layer.key_norm.weight),
-            )
-            for layer in model.layers
-        ]
-        self._head = product(model.head)
-        self._embedding, self._final_norm = model.embedding, model.final_norm.weight
+        self.cache_dtype: torch.dtype = FP8 if fp8_cache else weights.dtype
+        self.build = torch_build(weights.device)
+        # Keeps nothing else of the model: its weights would use memory next to the 8-bit ones.
+        builder = _Builder(model, weights, fp8=fp8, invariant=backend.deterministic)
+        self._layers: list[_Layer] = []
+        for layer in model.layers:
+            self._layers.append(builder.layer(layer))
+            report(len(self._layers) / len(model.layers))
+        self._final_norm = builder.norm(model.final_norm)
+        self._head, self._embedding = builder.head_and_embedding()
+        # transformers multiplies by the factor in the model's dtype.
+        self._embedding_factor = torch.tensor(model.embedding_factor, dtype=weights.dtype).item()
         self._eps, self._gelu = model.eps, model.activation is Activation.GELU_TANH
-        self._angles = (model.rotations[0].cos.float().to(device), model.rotations[0].sin.float().to(device))
         self._caches: Sequence[LayerCache] = ()
         self._max_model_len = max_model_len
         self._decode: DecodeGraphs | None = None
@@ -107,10 +116,11 @@ class GpuDecoder:
     @property
     def weight_bytes(self) -> int:
         """See `ModelExecutor`."""
-        products, vectors = [self._head], [self._final_norm]
+        products: list[GpuLinear | GpuExperts] = [self._head]
+        vectors = [self._final_norm]
         for layer in self._layers:
-            products += layer.qkv, layer.out, layer.gate_up, layer.down
-            vectors += layer.attention_in, layer.mlp_in, *(layer.head_norms or ())
+            products += layer.products
+            vectors += layer.norms
         return sum(product.nbytes for product in products) + sum(vector.nbytes for vector in vectors)
 
     def attach(self, caches: Sequence[LayerCache] | None, memory: SlotMemory | None = None) -> None:
@@ -192,31 +202,89 @@ class GpuDecoder:
         """
         eps = self._eps
         residual = F.embedding(input_ids, self._embedding)
+        if self._embedding_factor != 1:
+            residual *= self._embedding_factor
         # The number of tokens per program determines the order in which squares are summed.
         few = input_ids.shape[0] <= 32 and not self.backend.deterministic
-        x = None
+        x = x_norm = None
         for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
-            qkv = layer.qkv(ops.add_rms_norm(residual, x, layer.attention_in, eps))
-            ops.rotate_and_store(qkv, layer.head_norms, eps, self._angles, positions, slots, cache, query, few=few)
+            qkv = layer.qkv(ops.add_rms_norm(residual, x, layer.attention_in, eps, x_norm))
+            ops.rotate_and_store(qkv, layer.head_norms, eps, layer.angles, positions, slots, cache, query, few=few)
             attend(index, query, out)
-            normed = ops.add_rms_norm(residual, layer.out(out.flatten(1)), layer.mlp_in, eps)
-            x = layer.down(ops.gate_times_up(layer.gate_up(normed), gelu=self._gelu))
-        return ops.add_rms_norm(residual, x, self._final_norm, eps)
+            x = layer.out(out.flatten(1))
+            normed = ops.add_rms_norm(residual, x, layer.mlp_in, eps, layer.attention_out)
+            x, x_norm = self._mlp(layer, normed, slots), layer.mlp_out
+        return ops.add_rms_norm(residual, x, self._final_norm, eps, x_norm)
+
+    def _mlp(self, layer: _Layer, x: Tensor, slots: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return layer.experts(x, slots)
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        return layer.down(ops.gate_times_up(layer.gate_up(x), gelu=self._gelu))
 
     def _attend(self, index: int, query: Tensor, out: Tensor, metadata: TritonMetadata) -> None:
-        self.backend.attend(self._layers[index].attention, query, self._caches[index], metadata, out)
+        layer = self._layers[index]
+        self.backend.attend(layer.attention, query, self._caches[index], metadata, out, layer.sinks)
+
+
+class _Builder:
+    """Puts the parts of a record on the device."""
+
+    def __init__(self, model: DecoderRecord, weights: Weights, *, fp8: bool, invariant: bool) -> None:
+        self._model = model
+        self._weights = weights
+        self._fp8 = fp8
+        self._invariant = invariant
+        self._angles = [(part.cos.to(weights.device), part.sin.to(weights.device)) for part in model.rotations]
+
+    def layer(self, layer: LayerRecord) -> _Layer:
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        return _Layer(
+            attention=layer.attention,
+            qkv=self._product(layer.qkv),
+            out=self._product(layer.out),
+            gate_up=None if layer.gate_up is None else self._product(layer.gate_up),
+            down=None if layer.down is None else self._product(layer.down),
+            experts=None if layer.experts is None else self._experts(layer.experts),
+            attention_in=self.norm(layer.attention_in),
+            mlp_in=self.norm(layer.mlp_in),
+            attention_out=None if layer.attention_out is None else self.norm(layer.attention_out),
+            mlp_out=None if layer.mlp_out is None else self.norm(layer.mlp_out),
+            head_norms=None if query_norm is None or key_norm is None else (self.norm(query_norm), self.norm(key_norm)),
+            angles=None if layer.rotation is None else self._angles[layer.rotation],
+            sinks=None if layer.sinks is None else self._weights.vector(layer.sinks),
+        )
+
+    def head_and_embedding(self) -> tuple[GpuLinear, Tensor]:
+        """Return one tensor for both if they share a parameter that is not rounded."""
+        head, embedding = self._product(self._model.head), self._model.embedding
+        shared = embedding is self._model.head.weights[0] and head.scales is None
+        return head, head.weight if shared else self._weights.joined([embedding])
+
+    def norm(self, norm: Norm) -> Tensor:
+        """Return the weight: in the model's dtype, or in float32 if it has an offset, as families
+        with an offset multiply before they round.
+        """
+        weight = self._weights.vector(norm.weight)
+        return weight.float() + norm.offset if norm.offset else weight
+
+    def _product(self, linear: Linear) -> GpuLinear:
+        product = GpuLinear.of(linear, self._weights, fp8=self._fp8, invariant=self._invariant)
+        self._weights.replace(linear.weights, product.weight)
+        return product
+
+    def _experts(self, record: Experts) -> GpuExperts:
+        experts = GpuExperts.of(record, self._model.activation, self._weights, fp8=self._fp8, invariant=self._invariant)
+        self._weights.replace([record.gate_up.weight], experts.gate_up.weight)
+        self._weights.replace([record.down.weight], experts.down.weight)
+        return experts
 
 
 def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for records that the kernels cannot run."""
-    layers, first = model.layers, model.layers[0]
-    for reason, found in {
-        "layers without positions or with several kinds": any(layer.rotation != 0 for layer in layers),
-        "norms of what is added to the residual stream": any(layer.attention_out or layer.mlp_out for layer in layers),
-        "norms whose weights are stored minus one": model.final_norm.offset != 0,
-        "a factor of the embedding": model.embedding_factor != 1,
-    }.items():
-        if found:
-            raise UnsupportedModelError(reason)
-    if 2 * model.rotations[0].cos.shape[1] != first.attention.head_dim:
-        raise UnsupportedModelError("partially rotated heads")
+    shape = model.layers[0].attention
+    if shape.value_dim != shape.head_dim:
+        raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
+    if any((layer.query_norm is None) != (layer.key_norm is None) for layer in model.layers):
+        raise UnsupportedModelError("norms of queries or of keys alone")

@@ -10,10 +10,9 @@ import triton
 from torch import Tensor
 
 from serve_app.model.gpu.kernels import matmul as kernels
+from serve_app.model.gpu.weights import FP8, FP8_MAX, Weights, rounded
 from serve_app.model.records import Linear
 
-FP8 = torch.float8_e4m3fn
-_FP8_MAX = 448.0
 _FEW_ROWS = 32
 """Up to this many rows the Triton kernel is as fast as cuBLAS or faster (20 % at one row, measured
 on an H200).
@@ -46,13 +45,15 @@ class GpuLinear:
     invariant: bool
 
     @classmethod
-    def of(cls, linear: Linear, *, fp8: bool, invariant: bool) -> "GpuLinear":
+    def of(cls, linear: Linear, weights: Weights, *, fp8: bool, invariant: bool) -> "GpuLinear":
         """Convert a linear layer. fp8 rounds its weights, with one scale per output."""
-        weight, scales = linear.weight.contiguous(), None
+        biases = [weights.vector(bias) for bias in linear.biases]
+        scales: Tensor | None = None
         if fp8:
-            scales = weight.abs().amax(1).float().clamp_min(1e-12) / _FP8_MAX
-            weight = (weight.float() / scales[:, None]).clamp(-_FP8_MAX, _FP8_MAX).to(FP8)
-        return cls(weight, linear.bias, scales, invariant)
+            weight, scales = rounded(weights, linear.weights)
+        else:
+            weight = weights.joined(linear.weights)
+        return cls(weight, torch.cat(biases) if biases else None, scales, invariant)
 
     @property
     def nbytes(self) -> int:
@@ -72,27 +73,27 @@ class GpuLinear:
         return out
 
     def _of_8_bits(self, x: Tensor, scales: Tensor) -> Tensor:
-        rounded, row_scales = round_rows(x)
+        narrow, row_scales = round_rows(x)
         # The library's row-scaled product returns bfloat16 only, and requires whole vectors.
         whole = self.weight.shape[0] % 16 == 0 and self.weight.shape[1] % 16 == 0
         if not self.invariant and x.shape[0] > _FEW_ROWS_FP8 and x.dtype == torch.bfloat16 and whole:
             each = F.ScalingType.RowWise
             return F.scaled_mm(
-                rounded, self.weight.t(), row_scales[:, None], each, scales[None, :], each,
+                narrow, self.weight.t(), row_scales[:, None], each, scales[None, :], each,
                 bias=self.bias, output_dtype=x.dtype, use_fast_accum=True,
             )  # fmt: skip
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        _product(rounded, self.weight, self.bias, scales, row_scales, out)
+        _product(narrow, self.weight, self.bias, scales, row_scales, out)
         return out
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [rows, inputs] in float8_e4m3fn, and each row's scale, float32 [rows]."""
     rows, inputs = x.shape
-    rounded, row_scales = torch.empty_like(x, dtype=FP8), torch.empty(rows, dtype=torch.float32, device=x.device)
+    narrow, row_scales = torch.empty_like(x, dtype=FP8), torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(4096, triton.next_power_of_2(inputs))
-    kernels.round_rows[(rows,)](x, rounded, row_scales, inputs, LARGEST=_FP8_MAX, BLOCK=block, num_warps=8)
-    return rounded, row_scales
+    kernels.round_rows[(rows,)](x, narrow, row_scales, inputs, LARGEST=FP8_MAX, BLOCK=block, num_warps=8)
+    return narrow, row_scales
 
 
 def _part(outputs: int, inputs: int, block_k: int) -> int:
@@ -128,7 +129,7 @@ def _product(
         "BIASED": bias is not None,
         "SCALED": scales is not None,
     }
-    tile = _tile(rows, outputs, x.dtype)
+    tile = tile_of(rows, outputs, x.dtype)
     tiles = triton.cdiv(outputs, tile["BLOCK_O"]) * triton.cdiv(rows, tile["BLOCK_R"])
     kernels.product[(tiles, parts)](
         x, weight, out=sums, rows=rows, outputs=outputs, inputs=inputs, part=part, BLOCK_K=block_k,
@@ -141,7 +142,7 @@ def _product(
         )
 
 
-def _tile(rows: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
+def tile_of(rows: int, outputs: int, dtype: torch.dtype) -> dict[str, int]:
     """Return a tile's size, warps and stages (measured on an H200). None of them changes a row's
     bits.
     """

@@ -9,16 +9,22 @@ from serve_app.model.gpu.kernels import elementwise as kernels
 from serve_app.model.gpu.kernels import steps
 
 
-def add_rms_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, x: Tensor | None, weight: Tensor, eps: float, x_weight: Tensor | None = None
+) -> Tensor:
     """Add x to residual [T, width] in place, unless x is None. Return residual / rms(residual) *
-    weight, [T, width].
+    weight, [T, width]. With x_weight, x / rms(x) * x_weight is added instead.
+
+    weight, x_weight: [width], in residual's dtype: then the factor is rounded before it is
+    multiplied, as Llama does. Or both in float32: then only the result is rounded, as Gemma does.
     """
     out = torch.empty_like(residual)
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
     kernels.add_rms_norm[(rows,)](
-        residual, residual if x is None else x, weight, out, width, eps,
-        ADD=x is not None, BLOCK=block, num_warps=max(1, min(block // 512, 8)),
+        residual, residual if x is None else x, weight if x_weight is None else x_weight, weight, out, width, eps,
+        ADD=x is not None, NORMED=x is not None and x_weight is not None, ROUNDED=weight.dtype == residual.dtype,
+        BLOCK=block, num_warps=max(1, min(block // 512, 8)),
     )  # fmt: skip
     return out
 
@@ -38,7 +44,7 @@ def rotate_and_store(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    angles: tuple[Tensor, Tensor],
+    angles: tuple[Tensor, Tensor] | None,
     positions: Tensor,
     slots: Tensor,
     cache: LayerCache,
@@ -49,19 +55,23 @@ def rotate_and_store(
     """Apply rotary positions to queries and keys. Write queries to `query` [T, heads, head_dim],
     and keys and values to their KV slots.
 
-    qkv: [T, (heads + 2 kv_heads) * head_dim]; norms: weights [head_dim] of the query and key norm;
-    angles: cosines and sines, float32 [P, head_dim / 2]; positions, slots: int64 [T]; cache:
-    [blocks, kv_heads, block_size, head_dim]. Tokens with a negative slot are not stored. few: one
-    token per program, so that few tokens keep all processors busy.
+    qkv: [T, (heads + 2 kv_heads) * head_dim]; norms: weights [head_dim] of the query and key norm,
+    as in `add_rms_norm`; angles: cosines and sines, float32 [P, rotated pairs], None without
+    rotation; positions, slots: int64 [T]; cache: [blocks, kv_heads, block_size, head_dim]. Tokens
+    with a negative slot are not stored. few: one token per program, so that few tokens keep all
+    processors busy.
     """
     _, kv_heads, page, head_dim = cache.key.shape
     tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
     block = 1 if few else 8
     query_norm, key_norm = norms if norms is not None else (query, query)
+    # Without rotation they are not read.
+    cos, sin = angles if angles is not None else (query, query)
     kernels.rotate_and_store[(triton.cdiv(tokens, block), heads + 2 * kv_heads)](
-        qkv, query, cache.key, cache.value, query_norm, key_norm, *angles, positions, slots, tokens, eps,
+        qkv, query, cache.key, cache.value, query_norm, key_norm, cos, sin, positions, slots, tokens, eps,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2), PAGE=page,
-        NORMED=norms is not None, BLOCK=block, num_warps=1 if block == 1 else 4,
+        ROTATED=0 if angles is None else cos.shape[1], NORMED=norms is not None,
+        ROUNDED=query_norm.dtype == qkv.dtype, BLOCK=block, num_warps=1 if block == 1 else 4,
     )  # fmt: skip
 
 

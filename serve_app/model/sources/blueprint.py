@@ -25,7 +25,7 @@ _LIBRARIES = "torch", "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A verified model that the CPU kernels can run.
+    """A verified model that the kernels can run.
 
     parameters: the tensors of `record` that are weights, by their names in transformers' module.
     They have shapes but no values.

@@ -222,11 +222,29 @@ def _phi3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> N
     )
 
 
+def _gpt_oss(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Files do not state that the borders of YaRN's frequencies are not rounded, as the model's own
+    configuration does.
+    """
+    _scale(keys, values, tensors)
+    values["intermediate_size"] = values.pop("moe_intermediate_size")
+    keys.expect("attention.sliding_window_pattern", 2)
+    keys.expect("rope.freq_base_swa", values["rope_parameters"]["rope_theta"])
+    if values["rope_parameters"]["rope_type"] == "yarn":
+        values["rope_parameters"]["truncate"] = False
+
+
 def _stablelm(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
     _scale(keys, values, tensors)
     values["use_qkv_bias"] = any(name.endswith(".attn_q.bias") for name in tensors)
     values["use_parallel_residual"] = not any(name.endswith(".ffn_norm.weight") for name in tensors)
 
 
-_SPECIALITIES = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "stablelm": _stablelm}
+_SPECIALITIES = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
+    "phi3": _phi3,
+    "stablelm": _stablelm,
+}
 """Conversions for architectures that the tables do not fully describe."""

@@ -21,6 +21,7 @@ from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
 from serve_app.errors import ConfigError, one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.expert_tensors import gguf_names
 from serve_app.model.sources.gguf_config import GgufConfig, check_tensors, read_config
 from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor, interleaved
 from serve_app.model.sources.refused_keys import check_refused
@@ -89,6 +90,9 @@ def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module:
         names = _names(module, _processor(header, module.config))
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"its tensors have unknown names: {error}") from error
+    # Files give a suffix to names that have none in the module.
+    names |= {f"{name}.weight": whole for name, whole in names.items() if not name.endswith((".weight", ".bias"))}
+    names |= gguf_names(name for name, _ in module.named_parameters())
     check_tensors((tensor.name for tensor in header.tensors), names.keys() | {*described.tensors}, path)
     return names
 
@@ -161,16 +165,21 @@ def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
     """
     shape = tuple(int(size) for size in reversed(tensor.shape))
     blocks = int(tensor.tensor_type)
-    if blocks not in set(Blocks) or (len(shape) == 1 and blocks != Blocks.F32) or len(shape) > 2:
+    if blocks not in set(Blocks) or (len(shape) == 1 and blocks != Blocks.F32) or len(shape) > 3:
         raise UnsupportedModelError(f"the tensor {tensor.name} is of type {tensor.tensor_type.name}")
     rows = np.arange(shape[0])
     column = rows.reshape(-1, *(1 for _ in shape[1:]))
     order = processor.process(weights=column, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
-    known = {0: rows} | {
-        heads: interleaved(shape[0], heads)
-        for heads in (config.num_attention_heads, config.num_key_value_heads)
-        if shape[0] % (2 * heads) == 0
-    }
+    known = (
+        {0: rows}
+        if len(shape) > 2
+        else {0: rows}
+        | {
+            heads: interleaved(shape[0], heads)
+            for heads in (config.num_attention_heads, config.num_key_value_heads)
+            if shape[0] % (2 * heads) == 0
+        }
+    )
     if len(shape) == 1 and np.array_equal(order, rows - 1):
         return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, added=1.0)
     for heads, expected in known.items():

@@ -66,6 +66,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(
         "qwen3_moe", _LLAMA | _MIXTURE | _NORMED_EXPERTS, {**_ABSENT, "expert_weights_norm": True}
     ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        _LLAMA | _MIXTURE | {"attention.sliding_window": "sliding_window"},
+        _ABSENT,
+    ),
     "phi3": Architecture(
         "phi3",
         _LLAMA | {"attention.sliding_window": "sliding_window"},
@@ -128,8 +133,7 @@ REFUSED_ARCHITECTURES: Mapping[str, str] = {
     "falcon": _NO_INTERFACE,
     "deci": "its layers have different shapes",
     "gemma4": "its layers share keys and values",
-    "gpt-oss": "it has attention sinks",
-    "gpt_oss": "it has attention sinks",
+    "gpt_oss": "its files are of the architecture gpt-oss",
     "lfm2": _RECURRENT,
     "mamba": _RECURRENT,
     "qwen35": _RECURRENT,

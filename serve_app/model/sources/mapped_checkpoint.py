@@ -6,7 +6,7 @@ are copied.
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serve_app.errors import ConfigError
-from serve_app.model.cpu.stored import Blocks, StoredMatrix
+from serve_app.model.cpu.stored import Blocks, StoredMatrix, in_order, stacked_order
+from serve_app.model.records import Stack
+from serve_app.model.sources.expert_tensors import BLOCKS, gguf_blocks, is_stack, tensors_of
 
 GENERATION_CONFIG = "generation_config.json"
 _CONFIGS = "config.json", GENERATION_CONFIG
@@ -37,6 +39,11 @@ class StoredTensor:
     file: int = 0
     added: float = 0.0
 
+    def of_expert(self, index: int) -> "StoredTensor":
+        """Return one expert's part of a tensor [experts, ...]."""
+        size = self.num_bytes // self.shape[0]
+        return replace(self, offset=self.offset + index * size, num_bytes=size, shape=self.shape[1:])
+
 
 class MappedCheckpoint:
     """The parameters of a causal LM. source: its location, for messages; config_folder: folder of
@@ -57,7 +64,10 @@ class MappedCheckpoint:
 
     def bytes(self, name: str) -> NDArray[np.uint8]:
         """Return a tensor's mapped bytes, uint8."""
-        tensor = self.tensors[name]
+        return self.bytes_of(self.tensors[name])
+
+    def bytes_of(self, tensor: StoredTensor) -> NDArray[np.uint8]:
+        """Return the mapped bytes of a part of a tensor, uint8."""
         return np.frombuffer(self._maps[tensor.file], np.uint8, tensor.num_bytes, tensor.offset)
 
     def forget(self, name: str) -> None:
@@ -79,28 +89,92 @@ class MappedParameters:
         self._parameters = parameters  # keeps them alive, so that their ids stay unique
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
-            if name not in checkpoint.tensors:
+            stack = is_stack(name)
+            found = tensors_of(name, len(parameter), checkpoint.tensors) if stack else name in checkpoint.tensors
+            if not found:
                 raise ConfigError(f"model: {checkpoint.source}: weights are missing: {name}")
-            if tuple(parameter.shape) != checkpoint.tensors[name].shape:
+            if not stack and tuple(parameter.shape) != checkpoint.tensors[name].shape:
                 raise ConfigError(f"model: {checkpoint.source}: weights have the wrong shape: {name}")
 
     def matrix(self, parameter: Tensor) -> StoredMatrix:
         """See `Parameters`."""
         name = self._names[id(parameter)]
         tensor = self._checkpoint.tensors[name]
-        outputs, inputs = tensor.shape
-        order = interleaved(outputs, tensor.heads) if tensor.heads else None
-        return StoredMatrix(self._checkpoint.bytes(name), Blocks(tensor.blocks), outputs, inputs, order)
+        return self._stored(tensor, interleaved(tensor.shape[0], tensor.heads) if tensor.heads else None)
 
     def vector(self, parameter: Tensor) -> Tensor:
         """See `Parameters`."""
         name = self._names[id(parameter)]
-        tensor, numbers = self._checkpoint.tensors[name], torch.from_numpy(self._checkpoint.bytes(name).copy())
-        return numbers.view(_VECTORS[Blocks(tensor.blocks)]).float() - tensor.added
+        return self._floats(name) - self._checkpoint.tensors[name].added
+
+    def expert(self, stack: Stack, index: int) -> list[StoredMatrix]:
+        """See `Parameters`. Raises ConfigError for tensors of other shapes."""
+        name, names = self._tensors(stack.weight)
+        tensors = [self._checkpoint.tensors[each] for each in names]
+        count = len(stack.weight)
+        if len(tensors[0].shape) == 2:  # one tensor per expert
+            parts = len(tensors) // count
+            tensors = tensors[index * parts : (index + 1) * parts]
+        else:
+            self._expect(all(tensor.shape[0] == count for tensor in tensors), name)
+            tensors = [tensor.of_expert(index) for tensor in tensors]
+        if names[0] == name:
+            matrices = [self._as_in_module(stack, tensors[0])]
+        elif names[0] == name + BLOCKS:
+            matrices = [self._from_blocks(stack, *tensors)]
+        else:
+            matrices = [self._stored(tensor) for tensor in tensors]
+        outputs = sum(matrix.outputs for matrix in matrices)
+        self._expect(outputs == stack.outputs and {matrix.inputs for matrix in matrices} == {stack.inputs}, name)
+        return matrices
+
+    def expert_biases(self, stack: Stack) -> Tensor | None:
+        """See `Parameters`."""
+        if stack.bias is None:
+            return None
+        name, names = self._tensors(stack.bias)
+        parts = [self._floats(each).view(self._checkpoint.tensors[each].shape) for each in names]
+        self._expect(all(len(part) == len(stack.bias) for part in parts), name)
+        biases = in_order(stack, parts[0]) if names == [name] else torch.cat(parts, 1)
+        self._expect(biases.shape == stack.bias.shape, name)
+        return biases
 
     def release(self, parameter: Tensor) -> None:
         """See `Parameters`."""
-        self._checkpoint.forget(self._names[id(parameter)])
+        for name in self._tensors(parameter)[1]:
+            self._checkpoint.forget(name)
+
+    def _tensors(self, parameter: Tensor) -> tuple[str, list[str]]:
+        """Return a parameter's name, and the names of its tensors in the files."""
+        name = self._names[id(parameter)]
+        return name, tensors_of(name, len(parameter), self._checkpoint.tensors) if is_stack(name) else [name]
+
+    def _stored(self, tensor: StoredTensor, order: NDArray[np.int64] | None = None) -> StoredMatrix:
+        outputs, inputs = tensor.shape
+        return StoredMatrix(self._checkpoint.bytes_of(tensor), Blocks(tensor.blocks), outputs, inputs, order)
+
+    def _as_in_module(self, stack: Stack, tensor: StoredTensor) -> StoredMatrix:
+        order = stacked_order(stack)
+        if not stack.transposed:
+            return self._stored(tensor, order)
+        rows, columns = tensor.shape
+        number = self._checkpoint.bytes_of(tensor).view(f"u{tensor.num_bytes // (rows * columns)}")
+        turned = np.ascontiguousarray(number.reshape(rows, columns).T).view(np.uint8).reshape(-1)
+        return StoredMatrix(turned, Blocks(tensor.blocks), columns, rows, order)
+
+    def _from_blocks(self, stack: Stack, numbers: StoredTensor, scales: StoredTensor) -> StoredMatrix:
+        outputs, groups = scales.shape
+        self._expect(numbers.shape == (outputs, groups, 16), self._names[id(stack.weight)])
+        blocks = gguf_blocks(self._checkpoint.bytes_of(numbers), self._checkpoint.bytes_of(scales))
+        return StoredMatrix(blocks, Blocks.MXFP4, outputs, 32 * groups, stacked_order(stack))
+
+    def _floats(self, name: str) -> Tensor:
+        tensor, numbers = self._checkpoint.tensors[name], torch.from_numpy(self._checkpoint.bytes(name).copy())
+        return numbers.view(_VECTORS[Blocks(tensor.blocks)]).float()
+
+    def _expect(self, right: bool, name: str) -> None:
+        if not right:
+            raise ConfigError(f"model: {self._checkpoint.source}: weights have the wrong shape: {name}")
 
 
 def interleaved(outputs: int, heads: int) -> NDArray[np.int64]:

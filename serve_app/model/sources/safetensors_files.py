@@ -1,10 +1,11 @@
 """A folder of safetensors files as a `MappedCheckpoint`, for models whose tensor names match their
-modules'.
+modules', except those of experts.
 
 transformers reads all others, including quantized ones.
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import numpy as np
 from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.expert_tensors import is_stack, tensors_of
 from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor
 
-_BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
+_BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16, "U8": Blocks.MXFP4}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format itself."""
@@ -39,15 +41,16 @@ def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
     """
     known = dict(module.named_parameters())
     named = module.state_dict(keep_vars=True)
-    found = checkpoint.tensors.keys() - named.keys()
-    missing = known.keys() - checkpoint.tensors.keys()
+    stacks = {name: tensors_of(name, len(known[name]), checkpoint.tensors) for name in filter(is_stack, known)}
+    found = checkpoint.tensors.keys() - named.keys() - {*chain.from_iterable(stacks.values())}
+    missing = {name for name in known.keys() - checkpoint.tensors.keys() if not stacks.get(name)}
     if missing or found:
         raise UnsupportedModelError(f"its files and its module differ: {', '.join(sorted(missing | found)[:3])}")
     for name, parameter in known.items():
-        if len(parameter.shape) > 2:
+        if len(parameter.shape) > 2 and name not in stacks:
             raise UnsupportedModelError(f"{name} is no matrix")
     names = {id(parameter): name for name, parameter in known.items()}
-    for name in checkpoint.tensors.keys() - known.keys():
+    for name in checkpoint.tensors.keys() & named.keys() - known.keys():
         twin = names.get(id(named[name]))
         if twin is None or not np.array_equal(checkpoint.bytes(name), checkpoint.bytes(twin)):
             raise UnsupportedModelError(f"{name} is not a copy of the tensor that it is tied to")

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from serve_app.model.executor import UnsupportedModelError
 
+_CPU = torch.device("cpu")
 _NARROW = 64
 """Width of the small copy's hidden states and MLP, and its vocabulary size."""
 
@@ -33,13 +34,12 @@ def empty_module(config: Any) -> Any:
     return module
 
 
-def small_copy(config: Any) -> Any:
-    """Return a narrow module of the same architecture with random weights, float32 on the CPU, in
-    eval mode.
-    """
+def small_copy(config: Any, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a narrow module of the same architecture with random weights, in eval mode."""
     narrow = copy.deepcopy(config)
     narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
+    _narrow_experts(narrow)
     narrow.bos_token_id = narrow.eos_token_id = narrow.pad_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -49,7 +49,22 @@ def small_copy(config: Any) -> Any:
                 parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
             else:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    return module
+    for parameter in module.parameters():  # not the buffers: rotary frequencies stay in float32
+        parameter.data = parameter.data.to(dtype)
+    return module.to(device)
+
+
+def _narrow_experts(config: Any) -> None:
+    """Leave few experts, of which half are not chosen, and a limit that their activations reach."""
+    if getattr(config, "num_experts_per_tok", None) is None:
+        return
+    config.num_experts = min(config.num_experts, 2 * config.num_experts_per_tok)
+    config._experts_implementation = "batched_mm"
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, _NARROW)
+    if getattr(config, "swiglu_limit", None) is not None:
+        config.swiglu_limit = 1.0
 
 
 def _from_config(config: Any) -> Any:

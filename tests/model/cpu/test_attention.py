@@ -147,3 +147,34 @@ def test_what_it_cannot_do_is_refused(kernels: Kernels) -> None:
             backend.allocate(layer, 4, torch.float32, CPU)
     with pytest.raises(ValueError, match="float64"):
         backend.allocate(LAYERS["gqa"], 4, torch.float64, CPU)
+
+
+@pytest.mark.parametrize("layer", [LAYERS["gqa"], LAYERS["window"], LAYERS["six tiles"]])
+@pytest.mark.parametrize("size", ["float32", "narrow", "smallest"])
+def test_sinks_are_one_more_key_without_a_value(kernels: Kernels, layer: AttentionLayer, size: str) -> None:
+    """Far below the other scores, among them, and far above. A row has the same bits in chunks."""
+    backend, tokens, dtype = CKernelAttention(kernels), 150, cache_dtypes(kernels)[size]
+    generator = torch.Generator().manual_seed(0)
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    query, key, value = (torch.randn(tokens, count, layer.head_dim, generator=generator) for count in heads)
+    sinks = torch.linspace(-3.0, 3.0, layer.num_heads)
+    sinks[0], sinks[-1] = -200.0, 200.0
+    position = torch.arange(tokens)
+    hidden = position > position[:, None]
+    if layer.sliding_window:
+        hidden |= position <= position[:, None] - layer.sliding_window
+    group = layer.num_heads // layer.num_kv_heads
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * layer.scale
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, tokens, 1)], -1).softmax(-1)[..., :-1]
+    expected = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, 1))
+    results = []
+    for ends in ((tokens,), (1, 66, 149, tokens)):
+        cache, parts = backend.allocate(layer, 12, dtype, CPU), []
+        for first, end in zip((0, *ends), ends, strict=False):
+            batch = AttentionBatch([0, end - first], [end], block_matrix([range(1, 12)]), torch.arange(first, end) + 16)
+            new = (part[first:end] for part in (query, key, value))
+            parts.append(kernels.attention(layer, *new, (cache.key, cache.value), backend.build(batch), sinks))
+        results.append(torch.cat(parts))
+    torch.testing.assert_close(results[0], expected, rtol=0, atol=TOLERANCES[dtype])
+    assert torch.equal(results[0], results[1])

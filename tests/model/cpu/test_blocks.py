@@ -25,6 +25,7 @@ OWN_FORMAT = {
     Blocks.Q4_K: Format.Q4K,
     Blocks.Q5_K: Format.F32,
     Blocks.Q6_K: Format.Q6K,
+    Blocks.MXFP4: Format.MX4,
 }
 """Which format holds the values of each kind of block exactly."""
 HALVES = {Blocks.Q4_1: (0, 1), Blocks.Q5_1: (0, 1), Blocks.Q4_K: (0, 1), Blocks.Q5_K: (0, 1), Blocks.Q6_K: (104,)}
@@ -39,6 +40,9 @@ def random_blocks(blocks: Blocks, outputs: int, inputs: int, seed: int = 0) -> S
         return StoredMatrix.of(torch.from_numpy(rng.normal(size=(outputs, inputs))).to(dtype))
     weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(blocks)]
     data = rng.integers(0, 256, (outputs * inputs // weights, size), dtype=np.uint8)
+    if blocks is Blocks.MXFP4:
+        data[:, 0] = rng.integers(117, 121, len(data))
+        return StoredMatrix(data.reshape(-1), blocks, outputs, inputs)
     words = data.view(np.uint16) if size % 2 == 0 else data
     for place in HALVES.get(blocks, (0,)):
         scales = rng.uniform(-0.01, 0.01, words.shape[0]).astype(np.float16)
@@ -97,7 +101,7 @@ def test_a_row_that_does_not_fit_is_packed_again(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 97])
 @pytest.mark.parametrize("outputs", [1, 31, 70])
-@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K])
+@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K, Blocks.MXFP4])
 @pytest.mark.wide
 def test_products_of_a_files_own_numbers(
     kernels: Kernels, blocks: Blocks, rows: int, outputs: int, threads: None
@@ -113,7 +117,7 @@ def test_products_of_a_files_own_numbers(
 
 
 @given(
-    blocks=st.sampled_from([Blocks.Q4_0, Blocks.Q8_0, Blocks.Q4_K, Blocks.Q6_K]),
+    blocks=st.sampled_from([Blocks.Q4_0, Blocks.Q8_0, Blocks.Q4_K, Blocks.Q6_K, Blocks.MXFP4]),
     arithmetic=st.sampled_from([Arithmetic.EXACT, Arithmetic.INT8]),
     rows=st.integers(1, 230),
     outputs=st.integers(1, 170),
@@ -151,7 +155,7 @@ def test_parts_of_several_formats_are_one_matrix(kernels: Kernels, second: Block
             assert torch.equal(kernels.linear(packed, x[first:last], arithmetic), whole[first:last])
 
 
-@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K])
+@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q4_K, Blocks.Q6_K, Blocks.MXFP4])
 def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blocks) -> None:
     """No build may round or saturate: sums of the smallest and largest weights and activations of
     one sign, and of both."""
@@ -159,7 +163,9 @@ def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blo
     ends = np.repeat(np.array([[0], [0xFF], [0], [0xFF]], np.uint8), size, axis=1)
     if blocks is Blocks.Q6_K:
         ends[:2, 192:208], ends[2:, 192:208] = 127, 128  # s: 127 and -128
-    for place in HALVES.get(blocks, (0,)):
+    if blocks is Blocks.MXFP4:  # 6 and -6
+        ends[:, 0], ends[:2, 1:], ends[2:, 1:] = 128, 0x77, 0xFF
+    for place in () if blocks is Blocks.MXFP4 else HALVES.get(blocks, (0,)):
         ends.view(np.uint16)[:, place] = np.float16(1).view(np.uint16)
     matrix = StoredMatrix(np.repeat(ends, 256 // weights, axis=0).reshape(-1), blocks, 4, 256)
     packed = weight(kernels, pack(kernels, matrix, OWN_FORMAT[blocks]))
@@ -175,7 +181,7 @@ def test_whole_numbers_at_the_ends_of_their_ranges(kernels: Kernels, blocks: Blo
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("arithmetic", [Arithmetic.EXACT, Arithmetic.INT8])
-@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q8_0, Blocks.Q4_K, Blocks.Q6_K])
+@pytest.mark.parametrize("blocks", [Blocks.Q4_0, Blocks.Q8_0, Blocks.Q4_K, Blocks.Q6_K, Blocks.MXFP4])
 def test_what_is_not_finite_shows_in_every_output(
     kernels: Kernels, blocks: Blocks, arithmetic: Arithmetic, bad: float
 ) -> None:
@@ -187,6 +193,25 @@ def test_what_is_not_finite_shows_in_every_output(
     assert not bool(got[[2, 11]].isfinite().any())
     others = [row for row in range(14) if row not in (2, 11)]
     assert torch.equal(got[others], good[others])
+
+
+def test_the_smallest_and_largest_scales_of_mxfp4(kernels: Kernels) -> None:
+    """Groups of zeros may have any scale. Weights of the two smallest scales are no normal numbers:
+    floats hold them."""
+    matrix = random_blocks(Blocks.MXFP4, 4, 64)
+    data = matrix.data.reshape(-1, 17).copy()
+    data[:4, 0] = 0, 1, 2, 252
+    data[:2, 1:] = 0x80
+    held = StoredMatrix(data.reshape(-1), Blocks.MXFP4, 4, 64)
+    got = kernels.linear(weight(kernels, pack(kernels, held, Format.MX4)), torch.eye(64), Arithmetic.EXACT).T
+    assert torch.equal(got[2:], widened(held)[2:])
+    for scale in (0, 1, 255):
+        data[5, 0] = scale
+        other = StoredMatrix(data.reshape(-1), Blocks.MXFP4, 4, 64)
+        assert kernels.pack([other], Format.MX4, exactly=True) is None
+        if scale != 255:
+            values = kernels.linear(weight(kernels, pack(kernels, other, Format.F32)), torch.eye(64), Arithmetic.EXACT)
+            assert torch.equal(values.T, widened(other))
 
 
 def test_rows_in_another_order(kernels: Kernels) -> None:

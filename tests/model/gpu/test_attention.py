@@ -1,6 +1,7 @@
 """Attention by Triton against the reference, on pools that hold NaN wherever no key of a row is."""
 
 from collections.abc import Sequence
+from functools import partialmethod
 from itertools import accumulate
 
 import pytest
@@ -97,6 +98,31 @@ def test_narrow_numbers(dtype: torch.dtype, device: torch.device) -> None:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as if they were integers")
     step = Step(LAYERS["group of 4, wide heads"], ROWS, dtype, device)
     assert largest_difference(step.run("triton")[0], step.run("reference")[0]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("name", ["group of 4, wide heads", "window", "softcap"])
+def test_sinks_are_one_more_score(keys: int, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts, and of rows whose keys are split: only one split adds it."""
+    from serve_app.model.gpu import attention
+
+    step = Step(LAYERS[name], [*ROWS, (400, 1)], torch.float32, device)
+    without = step.run("reference")[0]
+    sinks = torch.randn(step.layer.num_heads, generator=torch.Generator().manual_seed(1)).to(device) + 1
+    monkeypatch.setattr(attention, "_split_keys", lambda rows, layer: keys)
+    attend = attention.TritonAttention.attend
+    monkeypatch.setattr(attention.TritonAttention, "attend", partialmethod(attend, sinks=sinks))
+    got = step.run("triton")[0]
+    softmax = torch.softmax
+
+    def with_sinks(scores: Tensor, dim: int) -> Tensor:
+        more = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        return softmax(torch.cat([scores, more], dim), dim=dim)[..., :-1]
+
+    monkeypatch.setattr(torch, "softmax", with_sinks)
+    expected = step.run("reference")[0]
+    assert largest_difference(got, expected) <= TOLERANCE[torch.float32]
+    assert largest_difference(without, expected) > 0.1
 
 
 def test_padding_is_finite_and_written_nowhere(device: torch.device) -> None:

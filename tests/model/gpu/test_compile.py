@@ -20,10 +20,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
-from serve_app.model.gpu.kernels import attention, elementwise, matmul, sampling, steps
+from serve_app.model.gpu.kernels import attention, elementwise, experts, matmul, sampling, steps
 
 name, types, constants, options = json.load(sys.stdin)
-kernels = {**vars(attention), **vars(elementwise), **vars(matmul), **vars(sampling), **vars(steps)}
+kernels = {**vars(attention), **vars(elementwise), **vars(experts), **vars(matmul), **vars(sampling), **vars(steps)}
 kernel, target = kernels[name], GPUTarget("cuda", 90, 32)
 # What a launch does with its arguments first, in a function that Triton writes, whose own names they must not have.
 bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
@@ -47,7 +47,7 @@ print(json.dumps({"shared": compiled.metadata.shared, "wgmma": "wgmma.mma" in pt
 """
 INDICES = dict.fromkeys(("tile_rows", "tile_firsts", "row_tiles", "query_starts", "kv_lens"), "*i32")
 ATTEND = {
-    **dict.fromkeys(("query", "key_cache", "value_cache", "out"), "*bf16"),
+    **dict.fromkeys(("query", "key_cache", "value_cache", "sinks", "out"), "*bf16"),
     **dict.fromkeys(("partial_sums", "partial_stats"), "*fp32"),
     **INDICES,
     **dict.fromkeys(("tables", "table_lines"), "*i32"),
@@ -57,7 +57,16 @@ ATTEND = {
 FP8_CACHE = dict.fromkeys(("key_cache", "value_cache"), "*fp8e4nv")
 SHAPE = {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "PAGE": 16}
 VALUES = {"VALUE_DIM": 128, "VALUE_DIMS": 128}
-TILE = {**SHAPE, **VALUES, "DIMS": 128, "BLOCK_N": 64, "CAPPED": False, "WINDOW": 0, "PRECISION": "tf32"}
+TILE = {
+    **SHAPE,
+    **VALUES,
+    "DIMS": 128,
+    "BLOCK_N": 64,
+    "CAPPED": False,
+    "SINKS": False,
+    "WINDOW": 0,
+    "PRECISION": "tf32",
+}
 ROTATE = {
     **dict.fromkeys(("qkv", "query", "key_cache", "value_cache", "query_norm", "key_norm"), "*bf16"),
     **dict.fromkeys(("cos", "sin"), "*fp32"),
@@ -65,8 +74,12 @@ ROTATE = {
     "num_tokens": "i32",
     "eps": "fp32",
 }
-TURN = {**SHAPE, "HALF": 64, "NORMED": True, "BLOCK": 8}
-NORM = {**dict.fromkeys(("residual", "x", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
+TURN = {**SHAPE, "HALF": 64, "ROTATED": 64, "NORMED": True, "ROUNDED": True, "BLOCK": 8}
+NORM = {**dict.fromkeys(("residual", "x", "x_weight", "weight", "out"), "*bf16"), "width": "i32", "eps": "fp32"}
+SUM = {"ADD": True, "NORMED": False, "ROUNDED": True, "BLOCK": 4096}
+GEMMA = dict.fromkeys(("x_weight", "weight"), "*fp32")
+GEMMA_HEADS = {**ROTATE, **dict.fromkeys(("query_norm", "key_norm"), "*fp32")}
+TURN_256 = {**TURN, "HEAD_DIM": 256, "HALF": 128, "ROTATED": 128, "ROUNDED": False}
 MERGED = {"partial_sums": "*fp32", "partial_stats": "*fp32", "out": "*bf16", **INDICES, "kept": "i32"}
 SHARED = {**INDICES, **dict.fromkeys(("num_rows", "split_keys"), "i32")}
 GATED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
@@ -109,6 +122,24 @@ ADDED = {
 ADD = {"PARTS": 4, "BIASED": False, "SCALED": True, "BLOCK": 512}
 ROUNDED = {"x": "*bf16", "rounded": "*fp8e4nv", "row_scales": "*fp32", "inputs": "i32"}
 
+PAIRS = {
+    **dict.fromkeys(("ids", "counts", "order", "tiles", "num_tiles"), "*i32"),
+    **dict.fromkeys(("pairs", "experts", "most"), "i32"),
+}
+ROUTED = {"scores": "*bf16", "slots": "*i64", "ids": "*i32", "factors": "*fp32", "experts": "i32"}
+ROUTE = {"PER_TOKEN": 8, "RANKS": 8, "RENORMALISED": True, "BLOCK": 128}
+ARRANGE = {"BLOCK_R": 16, "BLOCK": 1024, "BLOCK_E": 128}
+EXPERT = {
+    **{name: kind for name, kind in PRODUCT.items() if name not in ("rows", "part")},
+    **dict.fromkeys(("order", "tiles", "num_tiles"), "*i32"),
+    "most": "i32",
+}
+EXPERT_FP8 = {**EXPERT, **dict.fromkeys(("x", "weight"), "*fp8e4nv")}
+CHOSEN = {"PER_TOKEN": 8, "GATHER": True, **{name: value for name, value in WHOLE.items() if name != "SPLIT"}}
+CHOSEN_FP8 = {**CHOSEN, "BLOCK_K": 128, "SCALED": True, "GATHER": False}
+CLAMPED = {"gate_up": "*bf16", "out": "*bf16", "width": "i32", "alpha": "fp32", "limit": "fp32"}
+COMBINED = {"pairs": "*bf16", "ids": "*i32", "factors": "*fp32", "out": "*bf16", "width": "i32"}
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -130,6 +161,8 @@ KERNELS = {
     "decode, window": Kernel("attend", ATTEND, {**SPLIT, "WINDOW": 4096}, 4, 2, 128, 40, 16),
     "decode, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, SPLIT, 4, 2, 128, 40, 32),
     "decode, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 16, "SPLIT": True}, 4, 2, 208, 56),
+    "decode, sinks": Kernel("attend", ATTEND, {**SPLIT, "SINKS": True}, 4, 2, 128, 40, 16),
+    "prefill, sinks": Kernel("attend", ATTEND, {**LONG, "SINKS": True}, 8, 3, 200, 130),
     "prefill": Kernel("attend", ATTEND, LONG, 8, 3, 200, 130),
     "prefill, fp8 cache": Kernel("attend", {**ATTEND, **FP8_CACHE}, LONG, 8, 3, 200, 100),
     "prefill, 256 wide": Kernel("attend", ATTEND, {**D256, "BLOCK_M": 64, "SPLIT": False}, 8, 2, 200, 110),
@@ -137,10 +170,14 @@ KERNELS = {
     "share out": Kernel("share_out", SHARED, SHARE, 4, 3, 64, 1),
     "merge": Kernel("merge", MERGED, MERGE, 4, 3, 64, 8),
     "merge, one head": Kernel("merge", MERGED, {**MERGE, "KV_HEADS": 1, "MOST": 512}, 4, 3, 64, 8),
-    "norm": Kernel("add_rms_norm", NORM, {"ADD": True, "BLOCK": 4096}, 8, 3, 48, 1),
+    "norm": Kernel("add_rms_norm", NORM, SUM, 8, 3, 48, 1),
+    "norms, Gemma": Kernel("add_rms_norm", {**NORM, **GEMMA}, {**SUM, "NORMED": True, "ROUNDED": False}, 8, 3, 64, 1),
     "gate": Kernel("gate_times_up", GATED, {"GELU": False, "BLOCK": 1024}, 4, 3, 40, 0),
     "rotate, few": Kernel("rotate_and_store", ROTATE, {**TURN, "BLOCK": 1}, 1, 3, 40, 1),
     "rotate, many": Kernel("rotate_and_store", ROTATE, TURN, 4, 3, 40, 1),
+    "rotate, a part": Kernel("rotate_and_store", ROTATE, {**TURN, "ROTATED": 16}, 4, 3, 48, 1),
+    "rotate, none": Kernel("rotate_and_store", ROTATE, {**TURN, "ROTATED": 0}, 4, 3, 40, 1),
+    "rotate, Gemma": Kernel("rotate_and_store", GEMMA_HEADS, TURN_256, 4, 3, 96, 1),
     "rotate, fp8 cache": Kernel("rotate_and_store", {**ROTATE, **FP8_CACHE}, {**TURN, "NORMED": False}, 4, 3, 40, 1),
     "prepare": Kernel("prepare", STEP, {"PAGE": 16, "BLOCK": 32}, 1, 3, 40, 0),
     "remember": Kernel("remember", STEP, {"BLOCK": 32}, 1, 3, 40, 0),
@@ -155,6 +192,15 @@ KERNELS = {
     "product, fp8, one row": Kernel("product", PRODUCT_FP8, {**WHOLE_FP8, **FEW}, 4, 8, 72, 100),
     "product, fp8, many rows": Kernel("product", PRODUCT_FP8, {**WHOLE_FP8, **MANY}, 8, 4, 200, 130),
     "parts": Kernel("add_parts", ADDED, ADD, 4, 3, 48, 0),
+    "route": Kernel("route", ROUTED, ROUTE, 1, 3, 64, 0),
+    "count": Kernel("count", PAIRS, {"BLOCK": 1024}, 4, 3, 40, 1),
+    "arrange": Kernel("arrange", PAIRS, ARRANGE, 4, 3, 64, 8),
+    "experts, few rows": Kernel("expert_product", EXPERT, {**CHOSEN, **FEW}, 4, 8, 96, 100),
+    "experts, many rows": Kernel("expert_product", EXPERT, {**CHOSEN, **MANY}, 8, 4, 200, 130),
+    "experts, fp8": Kernel("expert_product", EXPERT_FP8, {**CHOSEN_FP8, **FEW}, 4, 8, 96, 100),
+    "experts, biases": Kernel("expert_product", EXPERT, {**CHOSEN, **FEW, "BIASED": True}, 4, 8, 96, 100),
+    "clamped gate": Kernel("clamped_gate_times_up", CLAMPED, {"BLOCK": 1024}, 4, 3, 48, 0),
+    "combine": Kernel("combine", COMBINED, {"PER_TOKEN": 8, "BLOCK": 1024}, 4, 3, 64, 0),
     "rounded rows": Kernel("round_rows", ROUNDED, {"LARGEST": 448.0, "BLOCK": 4096}, 8, 3, 64, 1),
 }
 
@@ -176,7 +222,7 @@ def test_compiles_for_hopper(kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert facts["registers"] <= wanted.registers, facts
     assert facts["spilled"] <= wanted.spilled, facts
     assert facts["shared"] <= 1024 * wanted.shared, facts
-    if wanted.name == "product":
+    if wanted.name in ("product", "expert_product"):
         # The same instruction for few rows and for many: another one rounds in another order.
         assert facts["wgmma"]
     if wanted.name == "attend":

@@ -40,7 +40,7 @@ def build(caplog: pytest.LogCaptureFixture, device: torch.device) -> Build:
     return build
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "mistral", "gemma3", "smollm3"])
 @torch.inference_mode()
 def test_llama_like_models_run_fused(
     arch: str, build: Build, caplog: pytest.LogCaptureFixture, device: torch.device
@@ -93,7 +93,9 @@ def test_kernels_of_kept_modules_are_compiled_before_the_first_request(
 
     model, launched = build("gemma2"), []
     monkeypatch.setattr(
-        attention, "_launch", lambda layer, query, cache, metadata, tiles, out: launched.append((layer, tiles.kept > 0))
+        attention,
+        "_launch",
+        lambda layer, query, cache, metadata, tiles, out, sinks: launched.append((layer, tiles.kept > 0)),
     )
     model.allocate_kv_cache(4)
     model.capture(4, lambda done, of: None)

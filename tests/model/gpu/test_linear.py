@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from serve_app.model.gpu.weights import ModuleWeights
 from serve_app.model.records import Linear
 
 
@@ -32,7 +33,7 @@ def test_a_row_has_its_own_bits(
 
     monkeypatch.setattr(module, "_ROWS_OF_PARTS", 40)
     given = make(outputs, inputs, device, bias=bias)
-    linear = module.GpuLinear.of(given, fp8=fp8, invariant=True)
+    linear = module.GpuLinear.of(given, ModuleWeights(given.weights[0]), fp8=fp8, invariant=True)
     x = rows_of(inputs, 70, device)
     whole = linear(x)
     if not fp8:
@@ -72,7 +73,7 @@ def test_products_in_8_bits(outputs: int, inputs: int, device: torch.device) -> 
     given = make(outputs, inputs, device)
     given.weight.mul_(torch.logspace(-6, 3, outputs, device=device)[:, None])
     given.weight[5] = 0.0
-    linear = GpuLinear.of(given, fp8=True, invariant=False)
+    linear = GpuLinear.of(given, ModuleWeights(given.weights[0]), fp8=True, invariant=False)
     assert linear.weight.dtype == FP8
     assert linear.scales is not None
     weight = linear.weight.float() * linear.scales[:, None]
@@ -90,7 +91,8 @@ def test_products_in_8_bits(outputs: int, inputs: int, device: torch.device) -> 
 def test_8_bits_do_not_hide_what_is_no_number(bad: float, count: int, device: torch.device) -> None:
     from serve_app.model.gpu.linear import GpuLinear
 
-    linear = GpuLinear.of(make(80, 64, device), fp8=True, invariant=False)
+    given = make(80, 64, device)
+    linear = GpuLinear.of(given, ModuleWeights(given.weights[0]), fp8=True, invariant=False)
     x = rows_of(64, 3, device)
     x[1, 64 - count :] = bad
     assert linear(x).isfinite().all(1).tolist() == [True, False, True]
@@ -105,7 +107,8 @@ def test_8_bits_in_bfloat16(rows: int, outputs: int, device: torch.device) -> No
     if device.type == "cpu":
         pytest.skip("Triton's interpreter cannot store bfloat16 products, and torch has 8-bit ones on GPUs alone")
     given = make(outputs, 512, device)
-    linear = GpuLinear.of(Linear((given.weight.bfloat16(),), (given.biases[0].bfloat16(),)), fp8=True, invariant=False)
+    narrow = Linear((given.weight.bfloat16(),), (given.biases[0].bfloat16(),))
+    linear = GpuLinear.of(narrow, ModuleWeights(narrow.weights[0]), fp8=True, invariant=False)
     x = rows_of(512, rows, device)
     expected = F.linear(x, given.weight, given.biases[0])
     assert ((linear(x.bfloat16()).float() - expected).std() / expected.std()).item() < 0.05

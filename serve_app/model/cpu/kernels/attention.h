@@ -177,6 +177,13 @@ static void put_query(const struct attention *layer, const float *query, int row
     }
 }
 
+/* The weight of a row's sink. `head`: the first query head of the task. */
+static float sink_weight(const struct attention *layer, const struct rows *rows, int head, int row) {
+    if (!layer->sinks) return 0.0f;
+    const float sink = layer->sinks[head + row % (layer->num_heads / layer->num_kv_heads)];
+    return exponential(splat(sink - rows->running_max[row] / exponent_unit(layer->cache)))[0];
+}
+
 static void attend_task(const void *argument, int index, int thread) {
     const struct attend *job = argument;
     const struct attention *layer = job->layer;
@@ -200,7 +207,7 @@ static void attend_task(const void *argument, int index, int thread) {
     for (int row = 0; row < num_rows; row++) {
         const int64_t token = task->first_query + row / group;
         float *out = job->out + (token * layer->num_heads + head * group + row % group) * dim;
-        const vec total = splat(reduce_add(load(rows.sum + row * LANES)));
+        const vec total = splat(reduce_add(load(rows.sum + row * LANES)) + sink_weight(layer, &rows, head * group, row));
         for (int i = 0; i < dim; i += LANES) store(out + i, load(rows.out + row * dim + i) / total);
     }
 }

@@ -53,6 +53,7 @@ struct attention {
     int window; /* keys that a query sees, including its own; 0 = all */
     int cache;  /* its format */
     float scale; /* of the scores */
+    const float *sinks; /* [num_heads] or NULL: scores of one more key each, whose value is zero */
 };
 
 /* Rows of one task in progress, in a thread's scratch memory. */

@@ -42,9 +42,10 @@ SPECIALIZED void unpack_group(const int format, const uint8_t *panel, int64_t g,
                 for (int i = 0; i < 2; i++) {
                     const int byte = k % 4 + i;
                     const vec number = four ? four_bits(bytes >> 8 * byte) : byte_number(bytes, byte);
-                    /* With 6 bits a weight of 0 must stay 0. An m of 32 d plus the 256 d of
-                     * BYTE_ZERO would be rounded. */
-                    value[i] = format == Q6K ? d * (number - splat(BYTE_ZERO + 32.0f)) : fma_(d, number, m);
+                    /* A weight of 0 must stay 0. An m of 32 d plus the 256 d of BYTE_ZERO would be
+                     * rounded. */
+                    const float zero = BYTE_ZERO + (format == MX4 ? MX4_ZERO : 32);
+                    value[i] = format >= MX4 && !four ? d * (number - splat(zero)) : fma_(d, number, m);
                 }
                 const ivec pairs = upper_halves(value[0], value[1]);
                 memcpy(to + 4 * (k / 2 * PANEL + half), &pairs, sizeof pairs);
@@ -148,6 +149,7 @@ static void bf16_product(int format, int rows, const uint16_t *x, int inputs, co
                          float *sums, float *out, int64_t out_stride) {
     switch (format) {
         case Q4: tile_panel(Q4, rows, x, inputs, panel, bias, sums, out, out_stride); break;
+        case MX4: tile_panel(MX4, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q4S: tile_panel(Q4S, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q4K: tile_panel(Q4K, rows, x, inputs, panel, bias, sums, out, out_stride); break;
         case Q6K: tile_panel(Q6K, rows, x, inputs, panel, bias, sums, out, out_stride); break;

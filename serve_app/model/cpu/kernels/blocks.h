@@ -8,6 +8,7 @@
  *   Q4_0, Q5_0     32: half d, (uint32 fifth bits,) 16 bytes of two low halves        d (q - 8), d (q - 16)
  *   Q4_1, Q5_1     32: half d, half m, the same                                       d q + m
  *   Q8_0           32: half d, 32 signed bytes                                        d q
+ *   MXFP4          32: byte e, 16 bytes of two low halves                             2^(e - 128) v, see MX4
  *   Q4_K, Q5_K     256: half d, half e, 12 bytes of 8 pairs s, t of 6 bits,           (d s) q - (e t)
  *                  (32 bytes of fifth bits,) 128 bytes of two low halves
  *   Q6_K           256: 128 bytes of low halves, 64 bytes of two upper bits,          (d s) (q - 32)
@@ -21,7 +22,7 @@
 /* The numbers of GGUF files. */
 enum file_type {
     FILE_F32 = 0, FILE_F16 = 1, FILE_Q4_0 = 2, FILE_Q4_1 = 3, FILE_Q5_0 = 6, FILE_Q5_1 = 7, FILE_Q8_0 = 8,
-    FILE_Q4_K = 12, FILE_Q5_K = 13, FILE_Q6_K = 14, FILE_BF16 = 30,
+    FILE_Q4_K = 12, FILE_Q5_K = 13, FILE_Q6_K = 14, FILE_BF16 = 30, FILE_MXFP4 = 39,
 };
 
 enum { BLOCK = SUPER * GROUP };
@@ -29,7 +30,7 @@ enum { BLOCK = SUPER * GROUP };
 /* Weights per block, and bytes per block. A float is a block of its own. */
 static int block_weights(int type) {
     if (type == FILE_F32 || type == FILE_F16 || type == FILE_BF16) return 1;
-    return type >= FILE_Q4_K ? BLOCK : GROUP;
+    return type >= FILE_Q4_K && type != FILE_MXFP4 ? BLOCK : GROUP;
 }
 
 static int block_bytes(int type) {
@@ -41,6 +42,7 @@ static int block_bytes(int type) {
         case FILE_Q5_0: return 6 + GROUP / 2;
         case FILE_Q5_1: return 8 + GROUP / 2;
         case FILE_Q8_0: return 2 + GROUP;
+        case FILE_MXFP4: return 1 + GROUP / 2;
         case FILE_Q4_K: return 16 + BLOCK / 2;
         case FILE_Q5_K: return 16 + BLOCK / 8 + BLOCK / 2;
         case FILE_Q6_K: return BLOCK / 2 + BLOCK / 4 + BLOCK / 16 + 2;
@@ -85,6 +87,19 @@ static int read_group(int type, const uint8_t *block, struct group *group) {
     const float minimum = half_to_float(group->scale) * (type == FILE_Q8_0 ? -128.0f : five ? -16.0f : -8.0f);
     group->minimum = float_to_half(minimum);
     return half_to_float(group->minimum) == minimum;
+}
+
+/* Read the numbers of a block of MXFP4, with MX4's e as the scale. Returns whether MX4 holds its
+ * weights: e is from 2 to 254, or all weights are 0. */
+static int read_mxfp4(const uint8_t *block, struct group *group) {
+    int zero = 1;
+    for (int k = 0; k < GROUP / 2; k++) {
+        group->q[k] = block[1 + k] & 15;
+        group->q[k + GROUP / 2] = block[1 + k] >> 4;
+        zero &= (block[1 + k] & 0x77) == 0;
+    }
+    group->scale = block[0] < 2 ? 0 : block[0] - 1;
+    return block[0] != 255 && (zero || block[0] >= 2);
 }
 
 /* Read the 6-bit s and t of each of a block's groups. */
@@ -154,6 +169,12 @@ static void read_floats(int type, const uint8_t *from, int count, float *out) {
             case FILE_BF16: *out = bf16_to_float(read_half(from)); break;
             case FILE_Q4_K: case FILE_Q5_K: super_block_floats(type, from, out); break;
             case FILE_Q6_K: six_bit_floats(from, out); break;
+            case FILE_MXFP4:
+                read_mxfp4(from, &group);
+                for (int k = 0; k < GROUP; k++)
+                    out[k] = (from[0] < 2 ? 0x1p-128f * (float)(1 + from[0]) : power_of(from[0] - 1)) *
+                             (float)(MX4_VALUES[group.q[k]] - MX4_ZERO);
+                break;
             default: {
                 read_group(type, from, &group);
                 const float d = half_to_float(group.scale);
@@ -170,6 +191,7 @@ static int holds(int format, int type) {
     if (format == Q4) return type == FILE_Q4_0 || type == FILE_Q4_1;
     if (format == Q4S) return type == FILE_Q4_0;
     if (format == Q8) return type == FILE_Q5_0 || type == FILE_Q5_1 || type == FILE_Q8_0;
+    if (format == MX4) return type == FILE_MXFP4;
     return (format == Q4K && type == FILE_Q4_K) || (format == Q6K && type == FILE_Q6_K);
 }
 
@@ -207,6 +229,9 @@ static int pack_numbers(int type, const uint8_t *row, int64_t inputs, int format
             pack_four_bits(row, lane, panel + block_at(Q4K, g));
         } else if (format == Q6K) {
             pack_six_bits(row, lane, panel + block_at(Q6K, g));
+        } else if (format == MX4) {
+            if (!read_mxfp4(row, &group)) return 0;
+            put_group(panel + group_at(MX4, g), MX4, lane, &group);
         } else {
             if (!read_group(type, row, &group) && format != Q4S) return 0;
             put_group(panel + group_at(format, g), format, lane, &group);

@@ -48,6 +48,13 @@ static int block_tokens(const struct decoder *decoder) {
     return TILES || form == AS_FLOATS ? 64 : 32;
 }
 
+/* The approximate number of tokens per block if layers have experts: each expert gets many of a
+ * block's rows. */
+static int mixture_block_tokens(const struct mixture *mixture) {
+    enum { ROWS_PER_EXPERT = 64 };
+    return ROWS_PER_EXPERT * mixture->count / mixture->used;
+}
+
 /* Minimum number of tokens for a thread that reads all weights. In tiles a few tokens cost as much
  * as many. More threads leave less memory bandwidth to each, so each needs more tokens. */
 static int least_tokens_each(const struct pool *pool) {
@@ -179,6 +186,13 @@ static int blocks_of(int size, const struct pool *pool, const struct batch *batc
     return rounds * threads < MOST_BLOCKS ? rounds * threads : MOST_BLOCKS;
 }
 
+/* The number of blocks of a step, or 0. */
+static int num_blocks_of(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
+    if (!decoder->mixture.count) return blocks_of(block_tokens(decoder), pool, batch);
+    const int size = mixture_block_tokens(&decoder->mixture);
+    return batch->num_tokens < pool->num_threads * size ? 0 : blocks_of(size, pool, batch);
+}
+
 static int64_t block_bytes_of(const struct decoder *decoder, const struct batch *batch, int num_blocks) {
     struct workspace space;
     const int tokens = (batch->num_tokens + num_blocks - 1) / num_blocks + TILE_TOKENS;
@@ -205,7 +219,7 @@ static void run_in_blocks(const struct decoder *decoder, struct pool *pool, cons
 
 /* Bytes of working memory for decoder_step. */
 int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool, const struct batch *batch) {
-    const int num_blocks = blocks_of(block_tokens(decoder), pool, batch);
+    const int num_blocks = num_blocks_of(decoder, pool, batch);
     return num_blocks ? blocks_bytes(decoder, pool, batch, num_blocks) : together_bytes(decoder, pool, batch);
 }
 
@@ -213,7 +227,7 @@ int64_t decoder_workspace(const struct decoder *decoder, const struct pool *pool
  * values to the layers' caches. `memory`: decoder_workspace bytes, aligned to 64. */
 void decoder_step(const struct decoder *decoder, struct pool *pool, const struct batch *batch, const int64_t *ids,
                   char *memory, float *hidden) {
-    const int num_blocks = blocks_of(block_tokens(decoder), pool, batch);
+    const int num_blocks = num_blocks_of(decoder, pool, batch);
     if (num_blocks)
         run_in_blocks(decoder, pool, batch, ids, num_blocks, memory, hidden);
     else

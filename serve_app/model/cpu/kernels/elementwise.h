@@ -7,7 +7,7 @@
 
 #include "vec.h"
 
-enum activation { SILU, GELU_TANH };
+enum activation { SILU, GELU_TANH, CLAMPED };
 
 /* out = x / sqrt(mean(x^2) + eps) * weight. May run in place. */
 static void rms_norm(const float *x, const float *weight, float eps, int count, float *out) {
@@ -71,6 +71,16 @@ static void spread(float *head, int head_dim) {
     }
 }
 #endif
+
+/* out = (up + 1) * gate / (1 + e^(-alpha gate)), with gate at most `limit` and up from -limit to
+ * limit. May run in place. */
+static void clamped(const float *gate, const float *up, float alpha, float limit, int count, float *out) {
+    const vec most = splat(limit);
+    for (int i = 0; i < count; i += LANES) {
+        const vec x = -maximum(-most, -load(gate + i)), u = maximum(-most, -maximum(-most, -load(up + i)));
+        store(out + i, (u + splat(1.0f)) * (x / (splat(1.0f) + exponential(splat(-alpha) * x))));
+    }
+}
 
 /* out = act(gate) * up. SiLU is x / (1 + e^-x). GELU in its tanh form is x / (1 + e^-2u) with u =
  * sqrt(2 / pi) (x + 0.044715 x^3). */

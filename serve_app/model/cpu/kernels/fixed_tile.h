@@ -43,23 +43,24 @@ SPECIALIZED int end_byte(const int format, const int bytes, const int piece) {
 }
 
 /* Weights around zero lose their offset in integers; in floats this would be the difference of two
- * large sums. This turns a piece's sum of q a into a sum of (q - 8) a, (q - 32) a or
+ * large sums. This turns a piece's sum of q a into a sum of (q - 8) a, (q - 12) a, (q - 32) a or
  * (q - 128) a. */
 SPECIALIZED int is_centred(const int format, const int bytes) {
-    return format == Q4S || num_pieces(format, bytes) == 2;
+    return format == Q4S || format == MX4 || num_pieces(format, bytes) == 2;
 }
 
 SPECIALIZED ivec centre(const int format, const int bytes, const int piece, const uint8_t *row) {
     const struct group_terms *terms = (const void *)(row + bytes * GROUP);
     if (!is_centred(format, bytes)) return (ivec){0};
+    if (format == MX4) return splat_bytes(&terms->less_8) + (splat_bytes(&terms->less_8) >> 1);
     return splat_bytes(format == Q4S ? &terms->less_8 : (format == Q6K ? terms->less_32 : terms->less_128) + piece);
 }
 
 #if defined(BUILD_NARROW_DOTS)
-/* Sums for weights of 4 or 6 bits: their sums over 8 or 2 steps fit 16 bits. */
+/* Sums for weights of 4, 5 or 6 bits: their sums over 8, 4 or 2 steps fit 16 bits. */
 SPECIALIZED void narrow_dots(const int rows, const int format, const int part, const uint8_t *values,
                              const uint8_t *const *row, ivec dot[][2]) {
-    const int steps = STEPS / group_parts(format), narrow = format == Q6K ? 2 : STEPS;
+    const int steps = STEPS / group_parts(format), narrow = format == Q6K ? 2 : format == MX4 ? 4 : STEPS;
     UNROLL
     for (int first = part * steps; first < (part + 1) * steps; first += narrow) {
         ivec sums[FIXED_ROWS][2];
@@ -239,6 +240,7 @@ SPECIALIZED void fixed_tile(const int rows, const int format, const int bytes, c
 FIXED_ROWS_OF(Q8)
 FIXED_ROWS_OF(Q4)
 FIXED_ROWS_OF(Q4S)
+FIXED_ROWS_OF(MX4)
 FIXED_ROWS_OF(Q4K)
 FIXED_ROWS_OF(Q6K)
 #undef TILES_OF
@@ -262,6 +264,7 @@ static inline void weights_of_input(int format, const uint8_t *panel, unsigned i
         case Q8: weights_of(Q8, panel, input, weight); break;
         case Q4: weights_of(Q4, panel, input, weight); break;
         case Q4S: weights_of(Q4S, panel, input, weight); break;
+        case MX4: weights_of(MX4, panel, input, weight); break;
         case Q4K: weights_of(Q4K, panel, input, weight); break;
         default: weights_of(Q6K, panel, input, weight);
     }
@@ -291,6 +294,7 @@ static void fixed_rows(int rows, int format, int bytes, const uint8_t *x, int in
     switch (format) {
         case Q8: fixed_rows_Q8(rows, bytes, x, inputs, panel, bias, out, stride); break;
         case Q4: fixed_rows_Q4(rows, bytes, x, inputs, panel, bias, out, stride); break;
+        case MX4: fixed_rows_MX4(rows, bytes, x, inputs, panel, bias, out, stride); break;
         case Q4S: fixed_rows_Q4S(rows, bytes, x, inputs, panel, bias, out, stride); break;
         case Q4K: fixed_rows_Q4K(rows, bytes, x, inputs, panel, bias, out, stride); break;
         default: fixed_rows_Q6K(rows, bytes, x, inputs, panel, bias, out, stride);

@@ -56,6 +56,7 @@ static __attribute__((noinline)) const float *unpack(const struct panel *panel, 
             case Q8: widen_group(Q8, panel->data, g, out); break;
             case Q4: widen_group(Q4, panel->data, g, out); break;
             case Q4S: widen_group(Q4S, panel->data, g, out); break;
+            case MX4: widen_group(MX4, panel->data, g, out); break;
             case Q4K: widen_group(Q4K, panel->data, g, out); break;
             default: widen_group(Q6K, panel->data, g, out);
         }

@@ -1,6 +1,6 @@
 /* The whole library in one compilation unit. Read in this order: vec.h, threads.h, weights.h, blocks.h,
  * amx_tile.h, activations.h, float_tile.h, fixed_tile.h, amx_fixed_tile.h, bf16_tile.h, matmul.h, elementwise.h,
- * attention_round.h, amx_attention.h, byte_attention.h, attention.h, layer.h, decoder.h. */
+ * experts.h, attention_round.h, amx_attention.h, byte_attention.h, attention.h, layer.h, decoder.h. */
 #include "blocks.h"
 #include "decoder.h"
 

@@ -1,19 +1,20 @@
 /* One layer of a decoder over packed tokens: norm, q k v, rotary positions and cache write,
- * attention, output product, norm, gated MLP. The threads of a pool share every loop: by
+ * attention, output product, norm, gated MLP or mixture of experts. The threads of a pool share every loop: by
  * tokens, by panels of weights, or by attention tasks. */
 #ifndef SERVE_APP_LAYER_H
 #define SERVE_APP_LAYER_H
 
 #include "attention.h"
-#include "elementwise.h"
-#include "matmul.h"
+#include "experts.h"
 
 struct layer {
-    struct weight qkv, out, gate_up, down;
+    struct weight qkv, out, gate_up, down; /* the last two without weights if the layer has experts */
+    struct experts experts;
     const float *attention_in, *mlp_in;   /* [hidden] norms of the residual stream */
     const float *attention_out, *mlp_out; /* [hidden] norms of what is added to it, or NULL */
     const float *query_norm, *key_norm;   /* [head_dim] or NULL */
     const float *cos, *sin;               /* [positions][rotary_half], or NULL without positions */
+    const float *sinks;                   /* [heads] or NULL; see struct attention */
     void *keys, *values;
     int64_t window;
 };
@@ -25,6 +26,7 @@ struct decoder {
     int32_t arithmetic;  /* of products */
     int32_t cache;       /* its format */
     float eps, scale, embedding_factor;
+    struct mixture mixture;
     struct weight embedding;
     const float *final_norm; /* [hidden] */
     struct layer *layers;
@@ -39,6 +41,7 @@ struct workspace {
     float *qkv;     /* [padded outputs of qkv] */
     float *normed;  /* [widest input of a product] */
     float *gate_up; /* [padded outputs of gate_up] */
+    struct expert_rows experts;
     struct input input; /* `normed`, and its rounded form if the next product needs it */
     struct task *tasks;
     float *scratch;
@@ -66,10 +69,17 @@ static int64_t widest_input(const struct decoder *decoder) {
 
 static struct attention attention_of(const struct decoder *decoder, const struct layer *layer) {
     return (struct attention){decoder->num_heads, decoder->num_kv_heads, decoder->head_dim,
-                              layer ? (int)layer->window : 0, decoder->cache, decoder->scale};
+                              layer ? (int)layer->window : 0, decoder->cache, decoder->scale,
+                              layer ? layer->sinks : NULL};
 }
 
-#define TAKE(pointer, bytes) (pointer = (void *)(memory + used), used += ((bytes) + 63) / 64 * 64)
+/* The padded outputs of the widest MLP's gate_up. */
+static int64_t widest_gate_up(const struct decoder *decoder) {
+    int64_t widest = 0;
+    for (int i = 0; i < decoder->num_layers; i++)
+        if (decoder->layers[i].gate_up.outputs > widest) widest = decoder->layers[i].gate_up.outputs;
+    return widest;
+}
 
 /* Lay out, from `memory`, the data that parts of a layer pass on. Returns its size in bytes; call
  * it with NULL to get the size. */
@@ -88,7 +98,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     const struct attention attention = attention_of(decoder, NULL);
     int64_t used = 0;
     TAKE(space->normed, 4 * tokens * wide);
-    TAKE(space->gate_up, 4 * tokens * decoder->layers[0].gate_up.outputs);
+    TAKE(space->gate_up, 4 * tokens * widest_gate_up(decoder));
     space->input.x = space->normed;
     TAKE(space->input.rounded, (tokens + ROWS_BEYOND) * most_rounded_bytes(wide));
     TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
@@ -96,7 +106,7 @@ static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t se
     TAKE(space->kept, 4 * tokens);
     TAKE(space->starts, 4 * (sequences + 1));
     TAKE(space->positions, 8 * tokens);
-    return used;
+    return used + lay_out_experts(&decoder->mixture, decoder->hidden, tokens, memory + used, &space->experts);
 }
 #undef TAKE
 
@@ -144,7 +154,7 @@ static void mlp_in_token(const void *argument, int t, int thread) {
     const float *x = add_delta(step, t, step->layer->attention_out);
     float *normed = step->space->normed + (int64_t)t * hidden;
     rms_norm(x, step->layer->mlp_in, step->decoder->eps, hidden, normed);
-    prepare_input(step, t, &step->layer->gate_up);
+    if (!step->layer->experts.gate_up) prepare_input(step, t, &step->layer->gate_up);
 }
 
 static void final_norm_token(const void *argument, int t, int thread) {
@@ -243,6 +253,24 @@ static struct input gate(struct pool *pool, struct step *step, const struct laye
     return (struct input){NULL, (const uint8_t *)job.out}; /* rows after the last one lie in space->input.rounded */
 }
 
+/* Compute the layer's MLP, or its mixture of experts. */
+static void mlp(struct pool *pool, struct step *step, const struct layer *layer) {
+    const struct decoder *decoder = step->decoder;
+    const struct workspace *space = step->space;
+    const int tokens = step->batch->num_tokens;
+    if (!layer->experts.gate_up) {
+        const struct input gated = gate(pool, step, layer);
+        matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
+        return;
+    }
+    struct expert_rows rows = space->experts;
+    const struct mixture_step mixture = {
+        &decoder->mixture, &layer->experts, decoder->arithmetic, decoder->activation, decoder->hidden, space->normed,
+        space->delta, &rows,
+    };
+    run_experts(pool, &mixture, tokens);
+}
+
 /* Compute layer `index` up to its keys and values, for all tokens of the step's batch. */
 static void begin_layer(struct pool *pool, struct step *step, int index) {
     const struct layer *layer = step->layer = step->decoder->layers + index;
@@ -270,8 +298,7 @@ static void end_layer(struct pool *pool, struct step *step, int index, int num_t
     parallel_rows(pool, tokens, attended_token, step);
     matmul(pool, &layer->out, decoder->arithmetic, &space->input, tokens, space->delta);
     parallel_rows(pool, tokens, mlp_in_token, step);
-    const struct input gated = gate(pool, step, layer);
-    matmul(pool, &layer->down, decoder->arithmetic, &gated, tokens, space->delta);
+    mlp(pool, step, layer);
 }
 
 /* Return a batch of only the tokens whose hidden states are needed. Their residual streams and

@@ -487,16 +487,34 @@ static inline vec load_half(const uint16_t *from) {
 #endif
 }
 
-/* Load unsigned bytes as floats. GCC 12 splits the builtin into scalars. */
-static inline vec load_bytes(const uint8_t *from) {
+/* Load unsigned bytes into the lanes. GCC 12 splits the builtin into scalars. */
+static inline ivec load_byte_numbers(const uint8_t *from) {
 #if defined(BUILD_AVX512)
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
+    return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 #elif defined(BUILD_AVX2)
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+    return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
 #else
     ubytes value;
     memcpy(&value, from, sizeof value);
-    return to_float(__builtin_convertvector(value, ivec));
+    return __builtin_convertvector(value, ivec);
+#endif
+}
+
+static inline vec load_bytes(const uint8_t *from) { return to_float(load_byte_numbers(from)); }
+
+/* table[b] for every byte b of `numbers`, which are 0 to 15. */
+static inline ivec look_up(const uint8_t table[16], ivec numbers) {
+#if defined(BUILD_AVX512)
+    const __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+    return (ivec)_mm512_shuffle_epi8(tables, (__m512i)numbers);
+#elif defined(BUILD_AVX2)
+    const __m256i tables = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    return (ivec)_mm256_shuffle_epi8(tables, (__m256i)numbers);
+#else
+    uint8_t values[4 * LANES];
+    memcpy(values, &numbers, sizeof values);
+    for (int i = 0; i < 4 * LANES; i++) values[i] = table[values[i]];
+    return load_int(values);
 #endif
 }
 

@@ -14,6 +14,10 @@
  *   Q4      the same with two steps of 4 inputs in one byte:        0.625               d q + m, q in 0..15
  *             uint8 q[GROUP / 8][PANEL][4], low half = step s, high half = step s + 4
  *   Q4S     the same without m, symmetric around zero               0.5625              d (q - 8), q in 0..15
+ *   MX4     the same with uint8 e[PANEL] in place of d              0.531               2^(e - 127) v, v twice one of
+ *                                                                                       0, 1/2, 1, 3/2, 2, 3, 4, 6 or
+ *                                                                                       minus that, by its number q;
+ *                                                                                       0 if e is 0
  *   Q4K     inputs / (GROUP SUPER) blocks of                        0.578               (d s) q - (e t), q in 0..15
  *             half d[PANEL], half e[PANEL], and SUPER groups of
  *               uint8 s[PANEL], uint8 t[PANEL], q as in Q4
@@ -24,8 +28,8 @@
  *               uint8 u[2][PANEL][4]: the upper 2 bits of step s are the pair s / 2 of u[s % 2]
  *
  * A matrix that came from an 8- or 4-bit file in groups of 32 fits Q8 or Q4 exactly: d and m are the file's own
- * numbers, found again from the floats, and every weight is checked. Q4S, Q4K and Q6K take the file's numbers as they
- * are. So the formats of bytes also serve the exact mode, and BF16 does for files in bfloat16.
+ * numbers, found again from the floats, and every weight is checked. Q4S, MX4, Q4K and Q6K take the file's numbers
+ * as they are. So the formats of bytes also serve the exact mode, and BF16 does for files in bfloat16.
  * Panels of one matrix may differ in format: its parts may differ in the file.
  */
 #ifndef SERVE_APP_WEIGHTS_H
@@ -34,7 +38,11 @@
 #include "vec.h"
 
 enum { PANEL = 2 * LANES, GROUP = 32, STEPS = GROUP / 4, SUPER = 8 };
-enum format { F32, BF16, Q8, Q4, Q4S, Q4K, Q6K };
+enum format { F32, BF16, Q8, Q4, Q4S, MX4, Q4K, Q6K };
+
+/* MX4's weights are v + MX4_ZERO, by their numbers, minus MX4_ZERO. */
+enum { MX4_ZERO = 12 };
+static const uint8_t MX4_VALUES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 struct panel {
     const uint8_t *data;
@@ -57,7 +65,7 @@ int64_t weight_block(int64_t format) {
 }
 
 /* Bytes of a group's scales. */
-static inline int64_t scale_bytes(int format) { return PANEL * (format >= Q4S ? 2 : 4); }
+static inline int64_t scale_bytes(int format) { return PANEL * (format == MX4 ? 1 : format >= Q4S ? 2 : 4); }
 
 /* Bytes per output before a block's groups, and in each group. */
 static inline int64_t block_head(int format) { return format == Q4K ? 4 : format == Q6K ? 2 : 0; }
@@ -87,7 +95,7 @@ int64_t weight_panel_bytes(int64_t format, int64_t inputs) {
     return group_at((int)format, inputs / GROUP) - PANEL * block_head((int)format);
 }
 
-/* d and m of one output's group, and its GROUP values of q. Q4S does not use m. */
+/* d and m of one output's group, and its GROUP values of q. Q4S does not use m, nor does MX4, whose d is e. */
 struct group {
     uint16_t scale, minimum;
     uint8_t q[GROUP];
@@ -179,8 +187,11 @@ static int get_value(const uint8_t *values, int format, int lane, int k) {
 }
 
 static void put_group(uint8_t *to, int format, int lane, const struct group *group) {
-    memcpy(to + 2 * lane, &group->scale, 2);
-    if (format != Q4S) memcpy(to + 2 * PANEL + 2 * lane, &group->minimum, 2);
+    if (format == MX4)
+        to[lane] = (uint8_t)group->scale;
+    else
+        memcpy(to + 2 * lane, &group->scale, 2);
+    if (format < Q4S) memcpy(to + 2 * PANEL + 2 * lane, &group->minimum, 2);
     put_values(to + scale_bytes(format), format, lane, group->q);
 }
 
@@ -211,6 +222,14 @@ static int pack_values(const float *weights, int64_t first, int count, int forma
     return 1;
 }
 
+/* d of a group of MX4. */
+static float power_of(uint8_t e) {
+    const uint32_t bits = (uint32_t)e << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
 /* Read one row of a matrix as floats. */
 static void weight_row(const struct weight *weight, int64_t row, float *out) {
     const struct panel *panel = weight->panels + row / PANEL;
@@ -230,6 +249,13 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
     for (int64_t g = 0; g < inputs / GROUP; g++) {
         const uint8_t *group = panel->data + group_at(format, g);
         const uint8_t *block = format >= Q4K ? panel->data + block_at(format, g) : group;
+        if (format == MX4) {
+            const float d = power_of(group[lane]);
+            for (int k = 0; k < GROUP; k++)
+                out[g * GROUP + k] =
+                    d * (float)(MX4_VALUES[get_value(group + scale_bytes(MX4), MX4, lane, k)] - MX4_ZERO);
+            continue;
+        }
         uint16_t halves[2];
         memcpy(&halves[0], block + 2 * lane, 2);
         memcpy(&halves[1], block + 2 * PANEL + 2 * lane, 2);
@@ -250,6 +276,7 @@ static void weight_row(const struct weight *weight, int64_t row, float *out) {
 /* d and m of a part of a group, for half a panel's outputs. Its weights are d q + m. */
 SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
+    if (format == MX4) return (vec)(load_byte_numbers(group + half) << 23);
     if (format <= Q4S) return load_half((const uint16_t *)group + half);
     const vec d = load_half((const uint16_t *)(panel + block_at(format, g)) + half);
     return d * (load_bytes(group + part * PANEL + half) - splat(format == Q6K ? 128.0f : 0.0f));
@@ -258,6 +285,7 @@ SPECIALIZED vec group_step(const int format, const uint8_t *panel, int64_t g, co
 SPECIALIZED vec group_minimum(const int format, const uint8_t *panel, int64_t g, const int part, const int half) {
     const uint8_t *group = panel + group_at(format, g);
     if (format < Q4S) return load_half((const uint16_t *)group + PANEL + half);
+    if (format == MX4) return splat(-MX4_ZERO) * group_step(format, panel, g, part, half);
     if (format == Q4S) return splat(-8.0f) * group_step(format, panel, g, part, half);
     if (format == Q6K) return splat(-32.0f) * group_step(format, panel, g, part, half);
     const uint16_t *block = (const uint16_t *)(panel + block_at(format, g));
@@ -269,6 +297,7 @@ SPECIALIZED ivec step_values(const int format, const uint8_t *values, const int 
     const ivec line = load_int(values + step_line(format, step) + 4 * half);
     if (format == Q8) return line;
     const ivec low = (line >> 4 * (step / (STEPS / 2))) & 0x0f0f0f0f;
+    if (format == MX4) return look_up(MX4_VALUES, low);
     if (format != Q6K) return low;
     const ivec upper = load_int(values + upper_line(step) + 4 * half);
     return low | ((step < 4 ? upper << (4 - step / 2 * 2) : upper >> (step / 2 * 2 - 4)) & 0x30303030);

@@ -165,11 +165,11 @@ def _store(
 
 @triton.jit
 def _attend_tile(
-    tile, query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts,
-    kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
+    tile, query, key_cache, value_cache, sinks, out, partial_sums, partial_stats, tile_rows, tile_firsts,
+    query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of `attend`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -199,6 +199,10 @@ def _attend_tile(
     sums = tl.zeros([BLOCK_M, VALUE_DIMS], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if SINKS:
+        # One more score, of a value of zero, which only the row's first split adds.
+        sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
+        peak, total = tl.where(split == 0, sink, peak), tl.where(split == 0, 1.0, total)
     for at in range(start, masked, step):
         following = _blocks(table, at + step, kv_len, PAGE, BLOCK_N)
         sums, total, peak = _visit(
@@ -226,11 +230,11 @@ def _attend_tile(
     do_not_specialize_on_alignment=["tile_rows", "tile_firsts", "query_starts", "kv_lens", "tables", "table_lines"],
 )
 def attend(
-    query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts, kv_lens,
-    tables, table_lines, table_stride, query_stride, num_rows, kept, scale, softcap,
+    query, key_cache, value_cache, sinks, out, partial_sums, partial_stats, tile_rows, tile_firsts, query_starts,
+    kv_lens, tables, table_lines, table_stride, query_stride, num_rows, kept, scale, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend. Grid (KV_HEADS, tiles), or with SPLIT (KV_HEADS, any number): the device knows the
     number of tiles, and each program takes a share of them. Heads come first, so that programs with
@@ -238,6 +242,7 @@ def attend(
 
     query: [tokens, HEADS, HEAD_DIM], `query_stride` between tokens.
     Caches: [blocks, KV_HEADS, PAGE, dim].
+    sinks: [HEADS], with SINKS; one more score per query.
     out: [tokens, HEADS, VALUE_DIM].
     partial_sums, partial_stats: results of split rows for `merge`, float32 [tiles, KV_HEADS, kept,
     VALUE_DIM] and [tiles, KV_HEADS, 2, kept] (peak, total).
@@ -251,17 +256,17 @@ def attend(
     if SPLIT:
         for tile in range(tl.program_id(1), tl.load(tile_firsts + num_rows), tl.num_programs(1)):
             _attend_tile(
-                tile, query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
+                tile, query, key_cache, value_cache, sinks, out, partial_sums, partial_stats, tile_rows, tile_firsts,
                 query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
                 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_M, BLOCK_N, SPLIT, WINDOW, CAPPED,
-                PRECISION,
+                SINKS, PRECISION,
             )  # fmt: skip
     else:
         _attend_tile(
-            tl.program_id(1), query, key_cache, value_cache, out, partial_sums, partial_stats, tile_rows, tile_firsts,
-            query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
+            tl.program_id(1), query, key_cache, value_cache, sinks, out, partial_sums, partial_stats, tile_rows,
+            tile_firsts, query_starts, kv_lens, tables, table_lines, table_stride, query_stride, kept, scale, softcap,
             HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, DIMS, VALUE_DIMS, PAGE, BLOCK_M, BLOCK_N, SPLIT, WINDOW, CAPPED,
-            PRECISION,
+            SINKS, PRECISION,
         )  # fmt: skip
 
 
@@ -283,7 +288,7 @@ def merge(
     if (splits > 1) & (index < tl.load(query_starts + row + 1) - begin):
         split = tl.arange(0, MOST)
         stats = partial_stats + ((first + split).to(tl.int64) * KV_HEADS + head) * 2 * kept + line
-        # At least the first split has seen a key, so the peak is finite.
+        # At least the first split has seen a key or a sink, so the peak is finite.
         peaks = tl.load(stats, mask=split < splits, other=float("-inf"))
         peak = tl.max(peaks, 0)
         total = tl.sum(tl.load(stats + kept, mask=split < splits, other=0.0) * tl.exp2(peaks - peak), 0)
