@@ -25,7 +25,7 @@ from serve_app.model.sources.blueprint import Blueprint
 from serve_app.model.sources.config_keys import read_config
 from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
 from serve_app.model.sources.safetensors_files import check_complete
-from serve_app.model.sources.skeleton import empty_module, small_copy
+from serve_app.model.sources.skeleton import empty_module, small_copy, stored_tensors, whole_windows
 from serve_app.model.sources.source_model import SourceModel
 
 
@@ -49,11 +49,12 @@ def _draw(
     if files.kind == "folder":
         check_complete(checkpoint, module)
     small = SourceModel.take(small_copy(config), files.name, options.max_model_len)
-    facts = replace(small.facts.of_whole(module), dtype=dtype)
+    cpu.verify(replace(small, facts=replace(small.facts, dtype=dtype)), kernels, options)
+    layers = whole_windows(small.facts.layers, config)
+    facts = replace(small.facts.of_whole(module), dtype=dtype, layers=layers)
     fix_frequencies(module, facts.max_model_len)
-    cpu.verify(replace(small, facts=facts), kernels, options)
     record = recognise(module, module.base_model, facts.layers, facts.max_model_len)
-    return Blueprint(facts, record, dict(module.named_parameters()))
+    return Blueprint(facts, record, stored_tensors(module))
 
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:

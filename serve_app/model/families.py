@@ -19,7 +19,7 @@ from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.records import Activation, DecoderRecord, LayerRecord, Linear, Norm, Rotation
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """Kinds of rotary embedding whose angles depend only on the position, not on the sequence length.
 """
 _MAX_EPS = 1e-2
@@ -31,26 +31,27 @@ class Family:
 
     norms: the record's field of each norm of a layer, by the module's name. norm_offset: see
     `Norm`. unrotated: the attribute of an attention module that is false where positions are not
-    rotated.
+    rotated. factor: the layer's buffer that multiplies what it returns.
     """
 
     norms: Mapping[str, str]
     norm_offset: float = 0.0
     unrotated: str | None = None
+    factor: str | None = None
 
 
 LLAMA = Family({"input_layernorm": "attention_in", "post_attention_layernorm": "mlp_in"})
 
+_FOUR_NORMS = {
+    "input_layernorm": "attention_in",
+    "post_attention_layernorm": "attention_out",
+    "pre_feedforward_layernorm": "mlp_in",
+    "post_feedforward_layernorm": "mlp_out",
+}
+
 FAMILIES: Mapping[str, Family] = {
-    "gemma3_text": Family(
-        {
-            "input_layernorm": "attention_in",
-            "post_attention_layernorm": "attention_out",
-            "pre_feedforward_layernorm": "mlp_in",
-            "post_feedforward_layernorm": "mlp_out",
-        },
-        norm_offset=1.0,
-    ),
+    "gemma3_text": Family(_FOUR_NORMS, norm_offset=1.0),
+    "gemma4_text": Family(_FOUR_NORMS, factor="layer_scalar"),
     "smollm3": Family(LLAMA.norms, unrotated="use_rope"),
 }
 """By transformers' `model_type`."""
@@ -95,10 +96,7 @@ class _Reader:
         self._rotations: dict[str, int] = {}
 
     def decoder(self, head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> DecoderRecord:
-        expect(
-            attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1,
-            "layers of different shapes",
-        )
+        expect(all(layer.num_kv_heads > 0 for layer in attention), "attention without keys")
         parts = _Parts(base)
         embedding, factor = _embedding(parts["embed_tokens"])
         rotary = parts["rotary_emb"]
@@ -111,29 +109,33 @@ class _Reader:
         expect(len(self._activations) == 1, "several activations")
         return DecoderRecord(
             layers=layers,
-            rotations=[_angles(rotary, kind, max_model_len, attention[0].head_dim) for kind in self._rotations],
+            rotations=[_angles(rotary, kind, max_model_len) for kind in self._rotations],
             embedding=embedding,
             embedding_factor=factor,
             final_norm=final_norm,
             head=_linear(output),
             activation=self._activations.pop(),
             eps=self._eps.pop(),
+            softcap=getattr(head.config.get_text_config(), "final_logit_softcapping", None),
         )
 
     def _layer(self, layer: Any, attention: AttentionLayer, rotary: Any) -> LayerRecord:
         parts = _Parts(layer)
         attn, mlp = parts["self_attn"], parts["mlp"]
         norms = {field: self._norm(parts[name]) for name, field in self._family.norms.items()}
+        factor = parts[self._family.factor] if self._family.factor is not None else None
         parts.done()
         inner = _Parts(attn)
-        heads = [inner["q_proj"], inner["k_proj"], inner["v_proj"]]
+        query, key = inner["q_proj"], inner["k_proj"]
+        value = inner.get("v_proj") or key  # some layers use keys, before their norm, as values
         out = _linear(inner["o_proj"])
         query_norm, key_norm = (self._head_norm(inner.get(name), attention.head_dim) for name in ("q_norm", "k_norm"))
+        norm_values = self._plain_norm(inner.get("v_norm"))
         inner.done()
         gate_up, down = self._mlp(mlp)
         return LayerRecord(
             attention=attention,
-            qkv=_linear(*heads),
+            qkv=_linear(query, key, value),
             out=out,
             gate_up=gate_up,
             down=down,
@@ -143,7 +145,9 @@ class _Reader:
             mlp_out=norms.get("mlp_out"),
             query_norm=query_norm,
             key_norm=key_norm,
+            norm_values=norm_values,
             rotation=self._rotation(attn, rotary),
+            factor=factor,
         )
 
     def _mlp(self, mlp: Any) -> tuple[Linear, Linear]:
@@ -165,13 +169,25 @@ class _Reader:
         return self._rotations.setdefault(kind, len(self._rotations))
 
     def _norm(self, module: nn.Module) -> Norm:
-        parts, wrong = _Parts(module), f"{type(module).__name__} for a norm"
+        parts = _Parts(module)
         weight = parts["weight"]
         parts.done()
-        eps = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < _MAX_EPS]
-        expect(weight.dim() == 1 and len(eps) == 1, wrong)
-        self._eps.add(eps[0])
+        expect(weight.dim() == 1, f"{type(module).__name__} for a norm")
+        self._add_eps(module)
         return Norm(weight, self._family.norm_offset)
+
+    def _plain_norm(self, module: nn.Module | None) -> bool:
+        """Whether there is a norm, which must have no weight."""
+        if module is None:
+            return False
+        _Parts(module).done()
+        self._add_eps(module)
+        return True
+
+    def _add_eps(self, module: nn.Module) -> None:
+        eps = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < _MAX_EPS]
+        expect(len(eps) == 1, f"{type(module).__name__} for a norm")
+        self._eps.add(eps[0])
 
     def _head_norm(self, module: nn.Module | None, head_dim: int) -> Norm | None:
         if module is None:
@@ -185,10 +201,6 @@ def expect(condition: bool, otherwise: str) -> None:
     """Raise UnsupportedModelError unless the condition holds."""
     if not condition:
         raise UnsupportedModelError(otherwise)
-
-
-def _shape(layer: AttentionLayer) -> tuple[object, ...]:
-    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
 
 
 def _embedding(module: nn.Module) -> tuple[torch.Tensor, float]:
@@ -219,12 +231,12 @@ def _activation(function: Any) -> Activation:
     raise UnsupportedModelError(f"the activation {type(function).__name__}")
 
 
-def _angles(rotary: Any, kind: str, positions: int, head_dim: int) -> Rotation:
+def _angles(rotary: Any, kind: str, positions: int) -> Rotation:
     """kind: one of the embedding's layer types, or empty if it has only one."""
     rope_type = rotary.rope_type[kind] if kind else getattr(rotary, "rope_type", None)
     expect(rope_type in _ROPE_TYPES, f"rotary positions of kind {rope_type}")
     arguments = {"layer_type": kind} if kind else {}
     cos, sin = (part[0] for part in rotary(torch.zeros(1), torch.arange(positions)[None], **arguments))
     half = cos.shape[-1] // 2
-    expect(2 * half <= head_dim and torch.equal(cos[:, :half], cos[:, half:]), "a different order of rotary angles")
+    expect(torch.equal(cos[:, :half], cos[:, half:]), "a different order of rotary angles")
     return Rotation(cos[:, :half].contiguous(), sin[:, :half].contiguous())

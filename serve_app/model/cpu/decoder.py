@@ -13,7 +13,7 @@ There are three modes:
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +102,7 @@ class CpuDecoder:
             dict(zip(_PRODUCTS, (weight for (weight,) in weights[first : first + len(_PRODUCTS)]), strict=True))
             for first in range(0, len(weights), len(_PRODUCTS))
         ]
+        self._softcap = model.softcap
         self._vectors = [part for rotation in model.rotations for part in (rotation.cos, rotation.sin)]
         self._layers = (LayerStruct * len(model.layers))()
         self._struct = self._describe(model, packing.parameters)
@@ -152,49 +153,55 @@ class CpuDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""
-        return self._kernels.linear(self._head, hidden, self._arithmetic)
+        logits = self._kernels.linear(self._head, hidden, self._arithmetic)
+        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """See `ModelExecutor`."""
+    @property
+    def likeliest(self) -> Callable[[Tensor], Tensor] | None:
+        """See `ModelExecutor`. None with a softcap, which may make logits equal."""
+        return None if self._softcap is not None else self._likeliest
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
         return self._kernels.likeliest(self._head, hidden, self._arithmetic)
 
     def _describe(self, model: DecoderRecord, parameters: Parameters) -> DecoderStruct:
         """Return the structs for C. This object keeps the tensors that they point to."""
 
-        def address(norm: Norm | None) -> int | None:
-            if norm is None:
-                return None
-            self._vectors.append(parameters.vector(norm.weight) + norm.offset)
-            return self._vectors[-1].data_ptr()
-
         for struct, layer, weights in zip(self._layers, model.layers, self._weights, strict=True):
             for name, weight in weights.items():
                 setattr(struct, name, weight.struct())
             for name in _NORMS:
-                setattr(struct, name, address(getattr(layer, name)))
+                setattr(struct, name, self._address(getattr(layer, name), parameters))
+            if layer.norm_values:
+                self._vectors.append(torch.ones(layer.attention.head_dim))
+                struct.value_norm = self._vectors[-1].data_ptr()
             if layer.rotation is not None:
                 rotation = model.rotations[layer.rotation]
                 struct.cos, struct.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+                struct.rotary_half = rotation.cos.shape[1]
+            for name in ("num_heads", "num_kv_heads", "head_dim", "scale"):
+                setattr(struct, name, getattr(layer.attention, name))
             struct.window = layer.attention.sliding_window or 0
-        attention = model.layers[0].attention
+            struct.intermediate = layer.down.inputs
+            struct.factor = 1.0 if layer.factor is None else float(parameters.vector(layer.factor))
         return DecoderStruct(
             num_layers=len(model.layers),
             hidden=model.embedding.shape[1],
-            intermediate=model.layers[0].down.inputs,
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            rotary_half=model.rotations[0].cos.shape[1] if model.rotations else 0,
             activation=model.activation,
             arithmetic=self._arithmetic,
             cache=CACHE_FORMATS[self.cache_dtype],
             eps=model.eps,
-            scale=attention.scale,
             embedding_factor=model.embedding_factor,
             embedding=self._embedding.struct(),
-            final_norm=address(model.final_norm),
+            final_norm=self._address(model.final_norm, parameters),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
+
+    def _address(self, norm: Norm | None, parameters: Parameters) -> int | None:
+        if norm is None:
+            return None
+        self._vectors.append(parameters.vector(norm.weight) + norm.offset)
+        return self._vectors[-1].data_ptr()
 
 
 def _cache_dtype(kernels: Kernels, model: DecoderRecord, arithmetic: Arithmetic) -> torch.dtype:
@@ -273,13 +280,11 @@ class _Packing:
 
 def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
-    if unsupported := unsupported_by_kernels(model.layers[0].attention):
-        raise UnsupportedModelError(unsupported)
-    if len({layer.down.inputs for layer in model.layers}) > 1:
-        raise UnsupportedModelError("MLPs of several widths")
-    if len({rotation.cos.shape[1] for rotation in model.rotations}) > 1:
-        raise UnsupportedModelError("layers that rotate parts of several widths")
-    layer = model.layers[0]
-    for name, linear in (("hidden states", layer.qkv), ("attention", layer.out), ("an MLP", layer.down)):
-        if linear.inputs % GROUP:
-            raise UnsupportedModelError(f"{name} of width {linear.inputs}, not a multiple of {GROUP}")
+    for layer in model.layers:
+        if unsupported := unsupported_by_kernels(layer.attention):
+            raise UnsupportedModelError(unsupported)
+        if layer.rotation is not None and 2 * model.rotations[layer.rotation].cos.shape[1] > layer.attention.head_dim:
+            raise UnsupportedModelError("more angles than a head has pairs")
+        for name, linear in (("hidden states", layer.qkv), ("attention", layer.out), ("an MLP", layer.down)):
+            if linear.inputs % GROUP:
+                raise UnsupportedModelError(f"{name} of width {linear.inputs}, not a multiple of {GROUP}")

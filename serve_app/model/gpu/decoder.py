@@ -207,6 +207,10 @@ class GpuDecoder:
         self.backend.attend(self._layers[index].attention, query, self._caches[index], metadata, out)
 
 
+def _shape(layer: AttentionLayer) -> tuple[object, ...]:
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
+
+
 def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for records that the kernels cannot run."""
     layers, first = model.layers, model.layers[0]
@@ -215,6 +219,10 @@ def _check(model: DecoderRecord) -> None:
         "norms of what is added to the residual stream": any(layer.attention_out or layer.mlp_out for layer in layers),
         "norms whose weights are stored minus one": model.final_norm.offset != 0,
         "a factor of the embedding": model.embedding_factor != 1,
+        "layers of different shapes": len({_shape(layer.attention) for layer in layers}) > 1,
+        "norms of values": any(layer.norm_values for layer in layers),
+        "a factor of layers": any(layer.factor is not None for layer in layers),
+        "a softcap of logits": model.softcap is not None,
     }.items():
         if found:
             raise UnsupportedModelError(reason)
