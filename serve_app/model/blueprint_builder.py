@@ -23,9 +23,9 @@ from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
 from serve_app.model.sources.blueprint import Blueprint
 from serve_app.model.sources.config_keys import read_config
-from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
+from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint, stored_tensors
 from serve_app.model.sources.safetensors_files import check_complete
-from serve_app.model.sources.skeleton import empty_module, small_copy, stored_tensors, whole_windows
+from serve_app.model.sources.skeleton import empty_module, small_copy, whole_windows
 from serve_app.model.sources.source_model import SourceModel
 
 

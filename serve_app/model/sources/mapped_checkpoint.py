@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,6 +102,15 @@ class MappedParameters:
     def release(self, parameter: Tensor) -> None:
         """See `Parameters`."""
         self._checkpoint.forget(self._names[id(parameter)])
+
+
+def stored_tensors(module: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint of the module holds, by name: parameters, tied ones once, and
+    persistent buffers.
+    """
+    persistent = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return dict(module.named_parameters()) | buffers
 
 
 def interleaved(outputs: int, heads: int) -> NDArray[np.int64]:

@@ -13,8 +13,7 @@ import numpy as np
 from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
-from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor
-from serve_app.model.sources.skeleton import stored_tensors
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor, stored_tensors
 
 _BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

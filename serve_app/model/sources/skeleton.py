@@ -43,7 +43,8 @@ def small_copy(config: Any) -> Any:
     float32 on the CPU, in eval mode. Its windows are short; see `whole_windows`.
     """
     narrow = copy.deepcopy(config)
-    narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not config.is_heterogeneous:  # otherwise layers have their own
+        narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
     for name in ("vocab_size_per_layer_input", "sliding_window"):
         if getattr(config, name, None) is not None:
@@ -69,15 +70,6 @@ def scale_queries(module: Any) -> None:
     for attention in module.modules():
         if getattr(attention, "scaling", None) == 1.0 and hasattr(attention, "q_norm"):
             attention.q_norm.weight.mul_(attention.q_norm.weight.shape[0] ** -0.5)
-
-
-def stored_tensors(module: Any) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint of the module holds, by name: parameters, tied ones once, and
-    persistent buffers.
-    """
-    persistent = module.state_dict().keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
-    return dict(module.named_parameters()) | buffers
 
 
 def whole_windows(layers: Sequence[AttentionLayer], config: Any) -> tuple[AttentionLayer, ...]:
