@@ -90,7 +90,7 @@ def module_of(architecture: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for tensor in module.state_dict().values():
+        for tensor in filter(torch.is_floating_point, module.state_dict().values()):
             if tensor.dim() > 1:
                 tensor.normal_(0.0, 0.2)
             else:

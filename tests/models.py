@@ -102,7 +102,7 @@ def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **c
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for tensor in filter(torch.is_floating_point, model.state_dict().values()):
             noise = torch.randn(tensor.shape, generator=generator).to(dtype) * 0.1
             tensor.copy_(noise if tensor.dim() > 1 else tensor + noise)
         scale_queries(model)

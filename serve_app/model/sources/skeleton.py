@@ -47,13 +47,13 @@ def small_copy(config: Any) -> Any:
         narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
     for name in ("vocab_size_per_layer_input", "sliding_window"):
-        if getattr(config, name, None) is not None:
+        if name not in (config.per_layer_attributes or ()) and getattr(config, name, None) is not None:
             setattr(narrow, name, _WINDOW if name == "sliding_window" else _NARROW)
     narrow.bos_token_id = narrow.eos_token_id = narrow.pad_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = _from_config(narrow)
-        for tensor in module.state_dict().values():
+        for tensor in filter(torch.is_floating_point, module.state_dict().values()):
             if tensor.dim() > 1:
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
             else:
