@@ -11,6 +11,8 @@ import torch
 from gguf import GGUFValueType as Value
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from serve_app.model.sources.skeleton import scale_queries
+
 VOCAB = 96
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -61,6 +63,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
     },
+    "gemma4": {
+        "model_type": "gemma4_text", **_SHAPE, **_EPS, "num_hidden_layers": 6, "head_dim": 32, "sliding_window": 12,
+        "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0, "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    },
     "stablelm": {
         "model_type": "stablelm", **_SHAPE, "layer_norm_eps": 2e-5, "partial_rotary_factor": 0.5,
         "use_qkv_bias": True,
@@ -81,25 +91,27 @@ Keys = Sequence[tuple[str, Any, Value] | tuple[str, Any, Value, Value]]
 
 
 def module_of(architecture: str, **changes: Any) -> Any:
-    """A random causal LM in float32, in eval mode, whose biases and norms are random too."""
+    """A random causal LM in float32, in eval mode. Biases, norms and persistent buffers are random
+    too."""
     config = AutoConfig.for_model(**{**CONFIGS[architecture], **changes})
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.2)
+        for tensor in filter(torch.is_floating_point, module.state_dict().values()):
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, 0.2)
             else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                tensor.add_(torch.randn_like(tensor), alpha=0.2)
+    scale_queries(module)
     return module.eval()
 
 
 def converter_keys(architecture: str, config: Any) -> Keys:
     """As llama.cpp's converter writes them for the architecture."""
-    return [(f"{architecture}.{key}", value, kind) for key, value, kind in _keys(architecture, config)]
+    return [(f"{architecture}.{key}", *value) for key, *value in _keys(architecture, config)]
 
 
-def _keys(architecture: str, config: Any) -> Iterator[tuple[str, Any, Value]]:
+def _keys(architecture: str, config: Any) -> Iterator[tuple[Any, ...]]:
     yield "block_count", config.num_hidden_layers, Value.UINT32
     yield "context_length", config.max_position_embeddings, Value.UINT32
     yield "embedding_length", config.hidden_size, Value.UINT32
@@ -108,6 +120,9 @@ def _keys(architecture: str, config: Any) -> Iterator[tuple[str, Any, Value]]:
     yield "attention.head_count", config.num_attention_heads, Value.UINT32
     if architecture == "gpt2":
         yield "attention.layer_norm_epsilon", config.layer_norm_epsilon, Value.FLOAT32
+        return
+    if architecture == "gemma4":
+        yield from _gemma4_keys(config)
         return
     yield "attention.head_count_kv", config.num_key_value_heads, Value.UINT32
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -122,6 +137,24 @@ def _keys(architecture: str, config: Any) -> Iterator[tuple[str, Any, Value]]:
             yield "attention.layer_norm_epsilon", getattr(config, name), Value.FLOAT32
     yield from _rope_keys(architecture, config, head_dim)
     yield from _special_keys(architecture, config)
+
+
+def _gemma4_keys(config: Any) -> Iterator[tuple[Any, ...]]:
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    heads = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    yield "attention.layer_norm_rms_epsilon", config.rms_norm_eps, Value.FLOAT32
+    yield "attention.sliding_window", config.sliding_window, Value.UINT32
+    yield "attention.shared_kv_layers", 0, Value.UINT32
+    yield "embedding_length_per_layer_input", 0, Value.UINT32
+    yield "attention.sliding_window_pattern", windowed, Value.ARRAY, Value.BOOL
+    yield "attention.head_count_kv", [layer.num_key_value_heads for layer in heads], Value.ARRAY, Value.UINT32
+    for suffix, layer in (("", heads[-1]), ("_swa", heads[0])):
+        yield f"attention.key_length{suffix}", layer.head_dim, Value.UINT32
+        yield f"attention.value_length{suffix}", layer.head_dim, Value.UINT32
+        yield f"rope.dimension_count{suffix}", layer.head_dim, Value.UINT32
+    yield "final_logit_softcapping", config.final_logit_softcapping, Value.FLOAT32
+    yield "rope.freq_base", config.rope_parameters["full_attention"]["rope_theta"], Value.FLOAT32
+    yield "rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"], Value.FLOAT32
 
 
 def _rope_keys(architecture: str, config: Any, head_dim: int) -> Iterator[tuple[str, Any, Value]]:
@@ -223,6 +256,9 @@ def _tensors(architecture: str, module: Any) -> Iterator[tuple[str, Any]]:
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, module.config.num_hidden_layers)
     tied = module.config.tie_word_embeddings
+    if architecture == "gemma4":
+        rotated, pairs = 8, 32
+        yield "rope_freqs.weight", np.array([1.0] * rotated + [1e30] * (pairs - rotated))
     for name, tensor in module.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue

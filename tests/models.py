@@ -14,6 +14,7 @@ from serve_app.model.attention_backend import LayerCache
 from serve_app.model.cpu.build import find_compiler, usable_builds
 from serve_app.model.loader import from_module
 from serve_app.model.paged_model import PagedModel
+from serve_app.model.sources.skeleton import scale_queries
 
 needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="there is no C compiler (cc, gcc or clang) for the CPU kernels"
@@ -55,7 +56,21 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**_GQA, "sliding_window": 24}),
     "gemma2": ("gemma2", {**_GQA, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {**_GQA, "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 7}),
-    "smollm3": ("smollm3", {**_GQA, "no_rope_layers": [1, 0]}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_GQA,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 6,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "smollm3": ("smollm3", {**_GQA, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]}),
     "phi": ("phi", _SHAPE),
     "phi3": ("phi3", {**_GQA, "original_max_position_embeddings": 512}),
     "olmo2": ("olmo2", _GQA),
@@ -88,10 +103,10 @@ _MIXTURES["gpt_oss"] = (
 
 def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of this architecture in eval mode: vocabulary 200, context 512, 2 layers
-    (gemma3: 7).
+    (gemma3: 7, gemma4: 6, smollm3: 4).
 
     Weights are spread more widely than at initialization, so that logits differ clearly between
-    tokens. changes: of the configuration.
+    tokens. Norms, biases and persistent buffers are random too. changes: of the configuration.
     """
     model_type, values = {**_CONFIGS, **_MIXTURES}[arch]
     config = AutoConfig.for_model(model_type, **{**values, **changes})
@@ -99,9 +114,10 @@ def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **c
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(dtype) * 0.1)
+        for tensor in filter(torch.is_floating_point, model.state_dict().values()):
+            noise = torch.randn(tensor.shape, generator=generator).to(dtype) * 0.1
+            tensor.copy_(noise if tensor.dim() > 1 else tensor + noise)
+        scale_queries(model)
     return model.eval()
 
 

@@ -21,9 +21,9 @@ from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
 from serve_app.model.sources.blueprint import Blueprint
 from serve_app.model.sources.config_keys import read_config
-from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
+from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint, stored_tensors
 from serve_app.model.sources.safetensors_files import check_complete
-from serve_app.model.sources.skeleton import empty_module, small_copy
+from serve_app.model.sources.skeleton import empty_module, small_copy, whole_windows
 from serve_app.model.sources.source_model import SourceModel
 
 
@@ -44,11 +44,12 @@ def _draw(files: ModelFiles, checkpoint: MappedCheckpoint, target: Target, optio
         check_complete(checkpoint, module)
     narrow = small_copy(config, target.device, target.reference_dtype)
     small = SourceModel.take(narrow, files.name, options.max_model_len)
-    facts = replace(small.facts.of_whole(module), dtype=target.dtype)
+    target.verify(replace(small, facts=replace(small.facts, dtype=target.dtype)))
+    layers = whole_windows(small.facts.layers, config)
+    facts = replace(small.facts.of_whole(module), dtype=target.dtype, layers=layers)
     fix_frequencies(module, facts.max_model_len)
-    target.verify(replace(small, facts=facts))
     record = recognise(module, module.base_model, facts.layers, facts.max_model_len)
-    return Blueprint(facts, record, dict(module.named_parameters()))
+    return Blueprint(facts, record, stored_tensors(module))
 
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.records import Activation, DecoderRecord, Experts, LayerRecord, Linear, Norm, Rotation, Stack
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 """Kinds of rotary embedding whose angles depend only on the position, not on the sequence length.
 """
 _MAX_EPS = 1e-2
@@ -46,7 +46,8 @@ class Family:
     norms: the record's field of each norm of a layer, by the module's name. norm_offset: see
     `Norm`. unrotated: the attribute of an attention module that is false where positions are not
     rotated. single_angles: rotary embeddings return each angle once, not for both halves of a head.
-    mixture: of the layers that have experts. sinks: attention modules have `sinks`.
+    mixture: of the layers that have experts. sinks: attention modules have `sinks`. factor: the
+    layer's buffer that multiplies what it returns.
     """
 
     norms: Mapping[str, str]
@@ -55,20 +56,21 @@ class Family:
     single_angles: bool = False
     mixture: Mixture | None = None
     sinks: bool = False
+    factor: str | None = None
 
 
 LLAMA = Family({"input_layernorm": "attention_in", "post_attention_layernorm": "mlp_in"})
 
+_FOUR_NORMS = {
+    "input_layernorm": "attention_in",
+    "post_attention_layernorm": "attention_out",
+    "pre_feedforward_layernorm": "mlp_in",
+    "post_feedforward_layernorm": "mlp_out",
+}
+
 FAMILIES: Mapping[str, Family] = {
-    "gemma3_text": Family(
-        {
-            "input_layernorm": "attention_in",
-            "post_attention_layernorm": "attention_out",
-            "pre_feedforward_layernorm": "mlp_in",
-            "post_feedforward_layernorm": "mlp_out",
-        },
-        norm_offset=1.0,
-    ),
+    "gemma3_text": Family(_FOUR_NORMS, norm_offset=1.0),
+    "gemma4_text": Family(_FOUR_NORMS, factor="layer_scalar"),
     "gpt_oss": Family(
         LLAMA.norms,
         single_angles=True,
@@ -120,10 +122,7 @@ class _Reader:
         self._rotations: dict[str, int] = {}
 
     def decoder(self, head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> DecoderRecord:
-        expect(
-            attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1,
-            "layers of different shapes",
-        )
+        expect(all(layer.num_kv_heads > 0 for layer in attention), "attention without keys")
         parts = _Parts(base)
         embedding, factor = _embedding(parts["embed_tokens"])
         rotary = parts["rotary_emb"]
@@ -134,33 +133,41 @@ class _Reader:
         parts.done()
         expect(len(self._eps) == 1, "norms of different kinds")
         expect(len(self._activations) == 1, "several activations")
+        rotations = [self._angles(rotary, kind, max_model_len) for kind in self._rotations]
+        for layer in layers:
+            half = 0 if layer.rotation is None else rotations[layer.rotation].cos.shape[1]
+            expect(2 * half <= layer.attention.head_dim, "more angles than a head has pairs")
         return DecoderRecord(
             layers=layers,
-            rotations=[self._angles(rotary, kind, max_model_len, attention[0].head_dim) for kind in self._rotations],
+            rotations=rotations,
             embedding=embedding,
             embedding_factor=factor,
             final_norm=final_norm,
             head=_linear(output),
             activation=self._activations.pop(),
             eps=self._eps.pop(),
+            softcap=getattr(head.config.get_text_config(), "final_logit_softcapping", None),
         )
 
     def _layer(self, layer: Any, attention: AttentionLayer, rotary: Any) -> LayerRecord:
         parts = _Parts(layer)
         attn, mlp = parts["self_attn"], parts["mlp"]
         norms = {field: self._norm(parts[name]) for name, field in self._family.norms.items()}
+        factor = parts[self._family.factor] if self._family.factor is not None else None
         parts.done()
         inner = _Parts(attn)
-        heads = [inner["q_proj"], inner["k_proj"], inner["v_proj"]]
+        query, key = inner["q_proj"], inner["k_proj"]
+        value = inner.get("v_proj") or key  # some layers use keys, before their norm, as values
         out = _linear(inner["o_proj"])
         query_norm, key_norm = (self._head_norm(inner.get(name), attention.head_dim) for name in ("q_norm", "k_norm"))
         sinks = inner["sinks"] if self._family.sinks else None
+        norm_values = self._plain_norm(inner.get("v_norm"))
         inner.done()
         mixture = self._family.mixture is not None and hasattr(mlp, "experts")
         gate_up, down = (None, None) if mixture else self._mlp(mlp)
         return LayerRecord(
             attention=attention,
-            qkv=_linear(*heads),
+            qkv=_linear(query, key, value),
             out=out,
             gate_up=gate_up,
             down=down,
@@ -170,9 +177,11 @@ class _Reader:
             mlp_out=norms.get("mlp_out"),
             query_norm=query_norm,
             key_norm=key_norm,
+            norm_values=norm_values,
             rotation=self._rotation(attn, rotary),
             experts=self._experts(mlp, self._family.mixture) if mixture and self._family.mixture else None,
             sinks=sinks,
+            factor=factor,
         )
 
     def _mlp(self, mlp: Any) -> tuple[Linear, Linear]:
@@ -218,7 +227,7 @@ class _Reader:
         kind = attn.config.layer_types[attn.layer_idx] if several else ""
         return self._rotations.setdefault(kind, len(self._rotations))
 
-    def _angles(self, rotary: Any, kind: str, positions: int, head_dim: int) -> Rotation:
+    def _angles(self, rotary: Any, kind: str, positions: int) -> Rotation:
         """kind: one of the embedding's layer types, or empty if it has only one."""
         rope_type = rotary.rope_type[kind] if kind else getattr(rotary, "rope_type", None)
         expect(rope_type in _ROPE_TYPES, f"rotary positions of kind {rope_type}")
@@ -226,17 +235,29 @@ class _Reader:
         cos, sin = (part[0] for part in rotary(torch.zeros(1), torch.arange(positions)[None], **arguments))
         half = cos.shape[-1] if self._family.single_angles else cos.shape[-1] // 2
         order = self._family.single_angles or torch.equal(cos[:, :half], cos[:, half:])
-        expect(2 * half <= head_dim and order, "a different order of rotary angles")
+        expect(order, "a different order of rotary angles")
         return Rotation(cos[:, :half].contiguous(), sin[:, :half].contiguous())
 
     def _norm(self, module: nn.Module) -> Norm:
-        parts, wrong = _Parts(module), f"{type(module).__name__} for a norm"
+        parts = _Parts(module)
         weight = parts["weight"]
         parts.done()
-        eps = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < _MAX_EPS]
-        expect(weight.dim() == 1 and len(eps) == 1, wrong)
-        self._eps.add(eps[0])
+        expect(weight.dim() == 1, f"{type(module).__name__} for a norm")
+        self._add_eps(module)
         return Norm(weight, self._family.norm_offset)
+
+    def _plain_norm(self, module: nn.Module | None) -> bool:
+        """Whether there is a norm, which must have no weight."""
+        if module is None:
+            return False
+        _Parts(module).done()
+        self._add_eps(module)
+        return True
+
+    def _add_eps(self, module: nn.Module) -> None:
+        eps = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < _MAX_EPS]
+        expect(len(eps) == 1, f"{type(module).__name__} for a norm")
+        self._eps.add(eps[0])
 
     def _head_norm(self, module: nn.Module | None, head_dim: int) -> Norm | None:
         if module is None:
@@ -250,10 +271,6 @@ def expect(condition: bool, otherwise: str) -> None:
     """Raise UnsupportedModelError unless the condition holds."""
     if not condition:
         raise UnsupportedModelError(otherwise)
-
-
-def _shape(layer: AttentionLayer) -> tuple[object, ...]:
-    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
 
 
 def _embedding(module: nn.Module) -> tuple[torch.Tensor, float]:

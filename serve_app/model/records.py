@@ -121,9 +121,10 @@ class LayerRecord:
     * up), with gate and up of n2(x). If it has experts, they take the place of gate_up and down.
 
     attention_in, mlp_in: n1 and n2. attention_out, mlp_out: norms of what is added to x, or None.
-    query_norm, key_norm: norms of each head [head_dim], before the rotation. rotation: index into
-    the decoder's rotations; None without positions. sinks: [heads], the score of one more key per
-    query head, whose value is zero.
+    query_norm, key_norm: norms of each head [head_dim], before the rotation. norm_values: values
+    have such a norm without a weight. rotation: index into the decoder's rotations; None without
+    positions. factor: [1], x is multiplied by it at the end; None: 1. sinks: [heads], the score of
+    one more key per query head, whose value is zero.
     """
 
     attention: AttentionLayer
@@ -137,7 +138,9 @@ class LayerRecord:
     mlp_out: Norm | None
     query_norm: Norm | None
     key_norm: Norm | None
+    norm_values: bool
     rotation: int | None
+    factor: Tensor | None
     experts: Experts | None = None
     sinks: Tensor | None = None
 
@@ -145,7 +148,7 @@ class LayerRecord:
 @dataclass(frozen=True, slots=True)
 class DecoderRecord:
     """A whole model. embedding: [vocabulary, hidden], whose rows are multiplied by
-    `embedding_factor`.
+    `embedding_factor`. softcap: logits are softcap * tanh(logits / softcap); None: as they are.
     """
 
     layers: list[LayerRecord]
@@ -156,3 +159,4 @@ class DecoderRecord:
     head: Linear
     activation: Activation
     eps: float
+    softcap: float | None

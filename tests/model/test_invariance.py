@@ -84,7 +84,7 @@ def test_bits_of_tiny_models_with_torch(arch: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("mode", KERNEL_MODES)
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma4", "smollm3"])
 @pytest.mark.usefixtures("threads")
 def test_bits_of_tiny_models_with_kernels(arch: str, mode: str) -> None:
     model = in_mode(mode, tiny_model(arch, torch.float32))

@@ -102,6 +102,7 @@ class CpuDecoder:
         (self._head, *own), self._weights = packing.pack_all(model, cache_dir, report)
         self._embedding = own[0] if own else self._head
         self._stacks: list[ctypes.Array[WeightStruct]] = []
+        self._softcap = model.softcap
         self._vectors = [part for rotation in model.rotations for part in (rotation.cos, rotation.sin)]
         self._layers = (LayerStruct * len(model.layers))()
         self._struct = self._describe(model, packing.parameters)
@@ -152,21 +153,19 @@ class CpuDecoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `ModelExecutor`."""
-        return self._kernels.linear(self._head, hidden, self._arithmetic)
+        logits = self._kernels.linear(self._head, hidden, self._arithmetic)
+        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """See `ModelExecutor`."""
+    @property
+    def likeliest(self) -> Callable[[Tensor], Tensor] | None:
+        """See `ModelExecutor`. None with a softcap, which may make logits equal."""
+        return None if self._softcap is not None else self._likeliest
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
         return self._kernels.likeliest(self._head, hidden, self._arithmetic)
 
     def _describe(self, model: DecoderRecord, parameters: Parameters) -> DecoderStruct:
         """Return the structs for C. This object keeps the tensors that they point to."""
-
-        def address(norm: Norm | None) -> int | None:
-            if norm is None:
-                return None
-            self._vectors.append(parameters.vector(norm.weight) + norm.offset)
-            return self._vectors[-1].data_ptr()
-
         for struct, layer, weights in zip(self._layers, model.layers, self._weights, strict=True):
             for name in _PRODUCTS:
                 if name in weights:
@@ -178,31 +177,38 @@ class CpuDecoder:
                 self._vectors.append(parameters.vector(layer.sinks))
                 struct.sinks = self._vectors[-1].data_ptr()
             for name in _NORMS:
-                setattr(struct, name, address(getattr(layer, name)))
+                setattr(struct, name, self._address(getattr(layer, name), parameters))
+            if layer.norm_values:
+                self._vectors.append(torch.ones(layer.attention.head_dim))
+                struct.value_norm = self._vectors[-1].data_ptr()
             if layer.rotation is not None:
                 rotation = model.rotations[layer.rotation]
                 struct.cos, struct.sin = rotation.cos.data_ptr(), rotation.sin.data_ptr()
+                struct.rotary_half = rotation.cos.shape[1]
+            for name in ("num_heads", "num_kv_heads", "head_dim", "scale"):
+                setattr(struct, name, getattr(layer.attention, name))
             struct.window = layer.attention.sliding_window or 0
-        attention = model.layers[0].attention
+            struct.intermediate = 0 if layer.down is None else layer.down.inputs
+            struct.factor = 1.0 if layer.factor is None else float(parameters.vector(layer.factor))
         return DecoderStruct(
             num_layers=len(model.layers),
             hidden=model.embedding.shape[1],
-            intermediate=max(layer.down.inputs if layer.down else 0 for layer in model.layers),
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            rotary_half=model.rotations[0].cos.shape[1] if model.rotations else 0,
             activation=model.activation,
             arithmetic=self._arithmetic,
             cache=CACHE_FORMATS[self.cache_dtype],
             eps=model.eps,
-            scale=attention.scale,
             embedding_factor=model.embedding_factor,
             mixture=_mixture(model),
             embedding=self._embedding.struct(),
-            final_norm=address(model.final_norm),
+            final_norm=self._address(model.final_norm, parameters),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
         )
+
+    def _address(self, norm: Norm | None, parameters: Parameters) -> int | None:
+        if norm is None:
+            return None
+        self._vectors.append(parameters.vector(norm.weight) + norm.offset)
+        return self._vectors[-1].data_ptr()
 
     def _stack(self, weights: Sequence[PackedWeight]) -> int:
         """Return the address of the experts' structs."""
@@ -351,22 +357,19 @@ class _Packing:
 
 def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
-    if unsupported := unsupported_by_kernels(model.layers[0].attention):
-        raise UnsupportedModelError(unsupported)
-    downs = [layer.down for layer in model.layers if layer.down is not None]
-    if len({down.inputs for down in downs}) > 1:
-        raise UnsupportedModelError("MLPs of several widths")
     mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
     if len({(each.count, each.per_token, each.down.inputs, each.renormalised) for each in mixtures}) > 1:
         raise UnsupportedModelError("mixtures of experts of several shapes")
     if any(each.per_token > each.count for each in mixtures):
         raise UnsupportedModelError("more experts of a token than there are")
-    if len({rotation.cos.shape[1] for rotation in model.rotations}) > 1:
-        raise UnsupportedModelError("layers that rotate parts of several widths")
-    layer = model.layers[0]
-    widths = {"hidden states": [layer.qkv.inputs], "attention": [layer.out.inputs]}
-    widths |= {"an MLP": [down.inputs for down in downs], "an expert": [each.down.inputs for each in mixtures]}
-    for name, inputs in widths.items():
-        for width in {*inputs}:
+    for layer in model.layers:
+        if unsupported := unsupported_by_kernels(layer.attention):
+            raise UnsupportedModelError(unsupported)
+        widths = {"hidden states": layer.qkv.inputs, "attention": layer.out.inputs}
+        if layer.down is not None:
+            widths["an MLP"] = layer.down.inputs
+        if layer.experts is not None:
+            widths["an expert"] = layer.experts.down.inputs
+        for name, width in widths.items():
             if width % GROUP:
                 raise UnsupportedModelError(f"{name} of width {width}, not a multiple of {GROUP}")

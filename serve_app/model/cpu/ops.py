@@ -65,10 +65,12 @@ class LayerStruct(ctypes.Structure):
         ("experts", ExpertsStruct),
         *(
             (name, c_void_p)
-            for name in ("attention_in", "mlp_in", "attention_out", "mlp_out", "query_norm", "key_norm")
+            for name in ("attention_in", "mlp_in", "attention_out", "mlp_out", "query_norm", "key_norm", "value_norm")
         ),
         *((name, c_void_p) for name in ("cos", "sin", "sinks", "keys", "values")),
-        ("window", c_int64),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "intermediate")),
+        ("rotary_half", c_int32),
+        *((name, c_float) for name in ("scale", "factor")),
     ]
 
 
@@ -76,9 +78,8 @@ class DecoderStruct(ctypes.Structure):
     """`struct decoder`."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads")),
-        *((name, c_int32) for name in ("head_dim", "rotary_half", "activation", "arithmetic", "cache")),
-        *((name, c_float) for name in ("eps", "scale", "embedding_factor")),
+        *((name, c_int32) for name in ("num_layers", "hidden", "activation", "arithmetic", "cache")),
+        *((name, c_float) for name in ("eps", "embedding_factor")),
         ("mixture", MixtureStruct),
         ("embedding", WeightStruct),
         ("final_norm", c_void_p),

@@ -134,15 +134,16 @@ def _fastest(builds: Sequence[str], cache_dir: Path) -> Kernels:
 
 
 def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> CpuDecoder:
-    """Build and verify a decoder of the source's weights in the configured mode. Before int8, exact
-    mode is verified too.
+    """Build and verify a decoder of the source's weights in the configured mode. If these are
+    float32, exact mode is verified first.
 
     Raises UnsupportedModelError if the kernels cannot run the model or its logits differ.
     """
     layers = source.facts.layers
     record = recognise(source.head, source.base, layers, source.facts.max_model_len)
     wanted = _arithmetic(source.facts.dtype, options)
-    for arithmetic in (Arithmetic.EXACT, wanted) if wanted is Arithmetic.INT8 else (wanted,):
+    exact = (Arithmetic.EXACT,) if record.embedding.dtype == torch.float32 else ()
+    for arithmetic in dict.fromkeys((*exact, wanted)):
         decoder = CpuDecoder(kernels, record, arithmetic=arithmetic)
         # Rounded scores choose other experts for some tokens.
         typical = arithmetic is not Arithmetic.EXACT and any(layer.experts for layer in record.layers)

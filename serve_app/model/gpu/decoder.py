@@ -281,10 +281,22 @@ class _Builder:
         return experts
 
 
+def _shape(layer: AttentionLayer) -> tuple[object, ...]:
+    return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
+
+
 def _check(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for records that the kernels cannot run."""
     shape = model.layers[0].attention
-    if shape.value_dim != shape.head_dim:
-        raise UnsupportedModelError(f"heads of {shape.head_dim} and values of {shape.value_dim} numbers")
-    if any((layer.query_norm is None) != (layer.key_norm is None) for layer in model.layers):
-        raise UnsupportedModelError("norms of queries or of keys alone")
+    for reason, found in {
+        f"heads of {shape.head_dim} and values of {shape.value_dim} numbers": shape.value_dim != shape.head_dim,
+        "norms of queries or of keys alone": any(
+            (layer.query_norm is None) != (layer.key_norm is None) for layer in model.layers
+        ),
+        "layers of different shapes": len({_shape(layer.attention) for layer in model.layers}) > 1,
+        "norms of values": any(layer.norm_values for layer in model.layers),
+        "a factor of layers": any(layer.factor is not None for layer in model.layers),
+        "a softcap of logits": model.softcap is not None,
+    }.items():
+        if found:
+            raise UnsupportedModelError(reason)

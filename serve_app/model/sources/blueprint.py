@@ -27,8 +27,8 @@ _LIBRARIES = "torch", "transformers"
 class Blueprint:
     """A verified model that the kernels can run.
 
-    parameters: the tensors of `record` that are weights, by their names in transformers' module.
-    They have shapes but no values.
+    parameters: the tensors that a checkpoint holds, by their names in transformers' module. They
+    have shapes but no values.
     """
 
     facts: ModelFacts

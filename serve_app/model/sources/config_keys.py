@@ -96,7 +96,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "proportional": ("factor",),
+    "proportional": ("factor", "partial_rotary_factor"),
     "yarn": (
         "attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim",
         "original_max_position_embeddings", "truncate",

@@ -39,6 +39,8 @@ this way.
 """
 _GEMMA3_PATTERN = 6
 _LOCAL_BASE = 10_000.0
+_UNROTATED = 1e20
+"""A pair whose frequency is divided by this or more is not rotated."""
 _EPSILONS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
 _MOST_SHOWN = 60
 _MOST_HEAD_DIM = 2**14
@@ -122,6 +124,8 @@ def _architecture(header: GgufHeader, source: object) -> str:
 def _attributes(keys: Metadata, row: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, attribute in row.attributes.items():
+        if key == "attention.head_count_kv" and row.windowed_heads:
+            continue
         given = keys.whole(key)
         if given is None and key in row.optional:
             values[attribute] = row.optional[key]
@@ -150,9 +154,10 @@ def _head_dim(keys: Metadata, row: Architecture) -> int:
 
 
 def _expect_what_is_computed(keys: Metadata, row: Architecture, head_dim: int) -> None:
-    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
-        keys.expect(key, head_dim)
-    keys.expect("rope.dimension_count_swa", head_dim)
+    keys.expect("attention.value_length", head_dim)
+    windowed = keys.count("attention.key_length_swa") if row.windowed_heads else head_dim
+    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        keys.expect(key, windowed)
     if "attention.head_count_kv" not in row.attributes:
         keys.expect("attention.head_count_kv", keys.count("attention.head_count"))
     (own,) = _EPSILONS & row.attributes.keys()
@@ -214,6 +219,48 @@ def _gemma3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) ->
     values["rope_parameters"] = {"full_attention": values["rope_parameters"], "sliding_attention": local}
 
 
+def _gemma4(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Give layers with a window and the others their own heads and rotary frequencies. The others
+    may use keys as values, and rotate a part of a head.
+    """
+    keys.expect("attention.scale", 1.0)
+    layers = keys.count("block_count")
+    windowed = keys.whole("attention.sliding_window_pattern")
+    if not isinstance(windowed, list) or len(windowed) != layers:
+        raise keys.error("gemma4.attention.sliding_window_pattern must have a value for each layer")
+    counts = keys.whole("attention.head_count_kv")
+    counts = counts if isinstance(counts, list) else [counts] * layers
+    small, large = ({n for n, w in zip(counts, windowed, strict=True) if bool(w) is kind} for kind in (True, False))
+    if len(small) != 1 or len(large) != 1:
+        raise keys.error("gemma4.attention.head_count_kv differs between layers of one kind, which is not supported")
+    full = [layer for layer, window in enumerate(windowed) if not window]
+    alike = not any(f"blk.{layer}.attn_v.weight" in tensors for layer in full)
+    if small != large and not alike:
+        keys.refuse("attention.head_count_kv", "it differs between layers with values of their own")
+    values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windowed]
+    values["attention_k_eq_v"] = alike
+    values["num_key_value_heads"], values["num_global_key_value_heads"] = small.pop(), large.pop()
+    values["head_dim"], values["global_head_dim"] = keys.count("attention.key_length_swa"), values["head_dim"]
+    values["rope_parameters"] = {
+        "full_attention": _proportional(keys, values["rope_parameters"]),
+        "sliding_attention": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", _LOCAL_BASE)},
+    }
+
+
+def _proportional(keys: Metadata, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of positions whose last pairs are not rotated. The file divides their
+    frequencies by a huge number.
+    """
+    factors = rope.get("long_factor", [1.0])
+    rotated = sum(factor == 1.0 for factor in factors)
+    known = rope["rope_type"] == "default" or (rope["rope_type"] == "longrope" and rope["attention_factor"] == 1.0)
+    if not known or any(factor < _UNROTATED for factor in factors[rotated:]):
+        keys.refuse("rope.scaling.type", "only positions that are not scaled are computed")
+        return dict(rope)
+    part = rotated / len(factors)
+    return {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": rope["rope_theta"]}
+
+
 def _phi3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
     """Set the original context, which has precedence over `rope_parameters` in this class."""
     _scale(keys, values, tensors)
@@ -243,6 +290,7 @@ def _stablelm(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) 
 _SPECIALITIES = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "phi3": _phi3,
     "stablelm": _stablelm,

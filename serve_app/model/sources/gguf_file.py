@@ -125,9 +125,10 @@ def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
     processor = _processor(header, config)
     try:
         tensors = {
-            names[tensor.name]: asdict(_stored(tensor, processor, config))
+            names[name]: asdict(_stored(tensor, processor, config))
             for tensor in header.tensors
-            if tensor.name in names
+            # transformers' names of buffers have no suffix
+            if (name := tensor.name if tensor.name in names else tensor.name.removesuffix(".weight")) in names
         }
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"its tensors cannot be used unchanged: {error}") from error
@@ -170,16 +171,10 @@ def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
     rows = np.arange(shape[0])
     column = rows.reshape(-1, *(1 for _ in shape[1:]))
     order = processor.process(weights=column, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
-    known = (
-        {0: rows}
-        if len(shape) > 2
-        else {0: rows}
-        | {
-            heads: interleaved(shape[0], heads)
-            for heads in (config.num_attention_heads, config.num_key_value_heads)
-            if shape[0] % (2 * heads) == 0
-        }
-    )
+    # Layers with different heads are not interleaved, and neither are stacks of experts.
+    alike = len(shape) <= 2 and not config.is_heterogeneous
+    counts = (config.num_attention_heads, config.num_key_value_heads) if alike else ()
+    known = {0: rows} | {heads: interleaved(shape[0], heads) for heads in counts if shape[0] % (2 * heads) == 0}
     if len(shape) == 1 and np.array_equal(order, rows - 1):
         return StoredTensor(int(tensor.data_offset), int(tensor.n_bytes), blocks, shape, added=1.0)
     for heads, expected in known.items():

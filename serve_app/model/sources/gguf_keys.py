@@ -39,8 +39,8 @@ class Architecture:
 
     attributes: the configuration's attribute for each key. optional: keys that a file may lack,
     with the attribute's value in that case. partial: the module can rotate a part of each head.
-    rotates: it has rotary positions. constants: attributes that are fixed in llama.cpp's code and
-    not in the file.
+    rotates: it has rotary positions. windowed_heads: layers with a window have heads of another
+    width and number. constants: attributes that are fixed in llama.cpp's code and not in the file.
     """
 
     model_type: str
@@ -48,6 +48,7 @@ class Architecture:
     optional: Mapping[str, Any]
     partial: bool = False
     rotates: bool = True
+    windowed_heads: bool = False
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -97,6 +98,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "final_logit_softcapping": None,
         },
     ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _LLAMA
+        | {
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        {**_ABSENT, "final_logit_softcapping": None},
+        windowed_heads=True,
+        constants={"hidden_size_per_layer_input": 0},
+    ),
     "stablelm": Architecture(
         "stablelm", _DECODER | {"attention.layer_norm_epsilon": "layer_norm_eps"}, _ABSENT, partial=True
     ),
@@ -132,7 +144,6 @@ REFUSED_ARCHITECTURES: Mapping[str, str] = {
     "bloom": _NO_INTERFACE,
     "falcon": _NO_INTERFACE,
     "deci": "its layers have different shapes",
-    "gemma4": "its layers share keys and values",
     "gpt_oss": "its files are of the architecture gpt-oss",
     "lfm2": _RECURRENT,
     "mamba": _RECURRENT,
@@ -162,8 +173,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
+    "attention.shared_kv_layers": (0,),
     "attention.sliding_window": (0,),
     "attn_logit_softcapping": (0.0,),
+    "embedding_length_per_layer_input": (0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
     "expert_gating_func": (0, 1),

@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,6 +176,15 @@ class MappedParameters:
     def _expect(self, right: bool, name: str) -> None:
         if not right:
             raise ConfigError(f"model: {self._checkpoint.source}: weights have the wrong shape: {name}")
+
+
+def stored_tensors(module: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint of the module holds, by name: parameters, tied ones once, and
+    persistent buffers.
+    """
+    persistent = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return dict(module.named_parameters()) | buffers
 
 
 def interleaved(outputs: int, heads: int) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.sources.expert_tensors import is_stack, tensors_of
-from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor, stored_tensors
 
 _BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16, "U8": Blocks.MXFP4}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,10 +36,10 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
 
 
 def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
-    """Raise UnsupportedModelError unless the files contain exactly the module's parameters.
+    """Raise UnsupportedModelError unless the files contain exactly the module's tensors.
     Identical copies of tied parameters are allowed; transformers unties parameters that differ.
     """
-    known = dict(module.named_parameters())
+    known = stored_tensors(module)
     named = module.state_dict(keep_vars=True)
     stacks = {name: tensors_of(name, len(known[name]), checkpoint.tensors) for name in filter(is_stack, known)}
     found = checkpoint.tensors.keys() - named.keys() - {*chain.from_iterable(stacks.values())}

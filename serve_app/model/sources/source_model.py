@@ -79,8 +79,8 @@ class GivenHidden(nn.Module):
         """Return the given hidden states and forget them."""
         value, self.value = self.value, None
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
-        # read by heads of mixtures of experts, for a loss that is not used here
-        output.router_logits = None
+        # Heads hand these on; they are not used here.
+        output.router_logits = output.image_hidden_states = output.shared_kv_states = None
         return output
 
 

@@ -290,7 +290,7 @@ def test_an_architecture_that_is_not_served_is_refused_by_name(tmp_path: Path, a
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    reason = REFUSED_ARCHITECTURES.get(architecture, "known: gemma2, gemma3, gpt-oss, gpt2, llama")
+    reason = REFUSED_ARCHITECTURES.get(architecture, "known: gemma2, gemma3, gemma4, gpt-oss, gpt2, llama")
     with pytest.raises(ConfigError, match=f"architecture '{architecture}' are not supported: {reason}"):
         load(tmp_path / "tiny.gguf")
 

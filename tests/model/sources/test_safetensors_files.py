@@ -46,7 +46,7 @@ def logits(model: PagedModel) -> torch.Tensor:
     return Sequences(model, [TOKENS], [[1, 2, 3, 4]]).step({0: len(TOKENS)})[0]
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "gemma3", "gemma4", "smollm3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_logits_are_those_of_the_widened_weights(tmp_path: Path, arch: str, dtype: torch.dtype) -> None:
     folder = tmp_path / "model"
@@ -57,6 +57,7 @@ def test_logits_are_those_of_the_widened_weights(tmp_path: Path, arch: str, dtyp
     exact = logits(load(folder, news, quantization="none"))
     assert list(dict.fromkeys(news)) == ["reading safetensors", "verifying", "loading weights", "mapping weights"]
     assert float((exact - expected).abs().max() / expected.std()) < 1e-3
+    assert torch.equal(logits(load(folder, [], quantization="none")), exact)  # from what is cached
 
 
 def test_a_head_that_differs_from_what_the_configuration_ties_it_to_is_used(tmp_path: Path) -> None:

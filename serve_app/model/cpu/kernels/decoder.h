@@ -22,12 +22,11 @@ static void run_together(const struct decoder *decoder, struct pool *pool, const
     struct workspace space;
     memory += lay_out_stream(decoder, batch->num_tokens, memory, &space);
     lay_out(decoder, batch->num_tokens, batch->num_sequences, pool->num_threads, memory, &space);
-    struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, NULL), hidden};
-    const int num_tasks = make_tasks(&step.attention, batch, space.tasks);
+    struct step step = {decoder, NULL, batch, ids, &space, attention_of(decoder, decoder->layers), hidden};
     parallel_rows(pool, batch->num_tokens, embed_token, &step);
     for (int i = 0; i < decoder->num_layers; i++) {
         begin_layer(pool, &step, i);
-        if (i < decoder->num_layers - 1) end_layer(pool, &step, i, num_tasks);
+        if (i < decoder->num_layers - 1) end_layer(pool, &step, i);
     }
     end_last_layer(pool, &step);
 }
@@ -102,7 +101,7 @@ static struct workspace stream_from(const struct decoder *decoder, const struct 
     return (struct workspace){
         .x = stream->x + (int64_t)first * decoder->hidden,
         .delta = stream->delta + (int64_t)first * decoder->hidden,
-        .qkv = stream->qkv + (int64_t)first * decoder->layers[0].qkv.outputs,
+        .qkv = stream->qkv + first * most_of(decoder, 0, 0).qkv,
     };
 }
 
@@ -136,14 +135,14 @@ static void block_part(const struct in_blocks *job, const struct block *block, i
     const struct batch part = part_of_batch(job->batch, block->first, block->end, (int32_t *)memory);
     struct workspace space = stream_from(decoder, &job->stream, block->first);
     lay_out(decoder, part.num_tokens, part.num_sequences, 1, memory + starts_bytes(part.num_sequences), &space);
-    struct step step = {decoder, NULL, &part, job->ids + block->first, &space, attention_of(decoder, NULL),
+    struct step step = {decoder, NULL, &part, job->ids + block->first, &space, attention_of(decoder, decoder->layers),
                         job->hidden + (int64_t)block->first * decoder->hidden};
     if (layer == 0)
         parallel_rows(&alone, part.num_tokens, embed_token, &step);
     else if (layer == decoder->num_layers)
         end_last_layer(&alone, &step);
     else
-        end_layer(&alone, &step, layer - 1, make_tasks(&step.attention, &part, space.tasks));
+        end_layer(&alone, &step, layer - 1);
     if (layer < decoder->num_layers) begin_layer(&alone, &step, layer);
 }
 

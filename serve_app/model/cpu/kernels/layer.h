@@ -13,19 +13,21 @@ struct layer {
     const float *attention_in, *mlp_in;   /* [hidden] norms of the residual stream */
     const float *attention_out, *mlp_out; /* [hidden] norms of what is added to it, or NULL */
     const float *query_norm, *key_norm;   /* [head_dim] or NULL */
+    const float *value_norm;              /* [head_dim] or NULL */
     const float *cos, *sin;               /* [positions][rotary_half], or NULL without positions */
     const float *sinks;                   /* [heads] or NULL; see struct attention */
     void *keys, *values;
-    int64_t window;
+    int32_t num_heads, num_kv_heads, head_dim, window, intermediate;
+    int32_t rotary_half; /* pairs of each head that are rotated */
+    float scale;         /* of the scores */
+    float factor;        /* of the residual stream after the layer */
 };
 
 struct decoder {
-    int32_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim;
-    int32_t rotary_half; /* pairs of each head that are rotated */
-    int32_t activation;
-    int32_t arithmetic;  /* of products */
-    int32_t cache;       /* its format */
-    float eps, scale, embedding_factor;
+    int32_t num_layers, hidden, activation;
+    int32_t arithmetic; /* of products */
+    int32_t cache;      /* its format */
+    float eps, embedding_factor;
     struct mixture mixture;
     struct weight embedding;
     const float *final_norm; /* [hidden] */
@@ -38,9 +40,9 @@ struct decoder {
 struct workspace {
     float *x;       /* [hidden] the residual stream */
     float *delta;   /* [hidden] what is added to `x` next */
-    float *qkv;     /* [padded outputs of qkv] */
+    float *qkv;     /* [most padded outputs of qkv] */
     float *normed;  /* [widest input of a product] */
-    float *gate_up; /* [padded outputs of gate_up] */
+    float *gate_up; /* [most padded outputs of gate_up] */
     struct expert_rows experts;
     struct input input; /* `normed`, and its rounded form if the next product needs it */
     struct task *tasks;
@@ -61,24 +63,29 @@ struct step {
     float *out;
 };
 
-static int64_t widest_input(const struct decoder *decoder) {
-    const int64_t heads = (int64_t)decoder->num_heads * decoder->head_dim;
-    const int64_t wide = heads > decoder->intermediate ? heads : decoder->intermediate;
-    return wide > decoder->hidden ? wide : decoder->hidden;
-}
-
 static struct attention attention_of(const struct decoder *decoder, const struct layer *layer) {
-    return (struct attention){decoder->num_heads, decoder->num_kv_heads, decoder->head_dim,
-                              layer ? (int)layer->window : 0, decoder->cache, decoder->scale,
-                              layer ? layer->sinks : NULL};
+    return (struct attention){layer->num_heads, layer->num_kv_heads, layer->head_dim,
+                              layer->window, decoder->cache, layer->scale, layer->sinks};
 }
 
-/* The padded outputs of the widest MLP's gate_up. */
-static int64_t widest_gate_up(const struct decoder *decoder) {
-    int64_t widest = 0;
-    for (int i = 0; i < decoder->num_layers; i++)
-        if (decoder->layers[i].gate_up.outputs > widest) widest = decoder->layers[i].gate_up.outputs;
-    return widest;
+/* What the layers need at most: numbers per token, bytes of tasks, floats per thread. */
+struct sizes {
+    int64_t qkv, gate_up, wide, tasks, scratch;
+};
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static struct sizes most_of(const struct decoder *decoder, int64_t tokens, int64_t sequences) {
+    struct sizes most = {.wide = decoder->hidden};
+    for (const struct layer *layer = decoder->layers; layer < decoder->layers + decoder->num_layers; layer++) {
+        const struct attention attention = attention_of(decoder, layer);
+        most.qkv = larger(most.qkv, layer->qkv.outputs);
+        most.gate_up = larger(most.gate_up, layer->gate_up.outputs);
+        most.wide = larger(most.wide, larger(layer->out.inputs, layer->intermediate));
+        most.tasks = larger(most.tasks, tasks_bytes(&attention, tokens, sequences));
+        most.scratch = larger(most.scratch, attention_scratch(&attention));
+    }
+    return most;
 }
 
 /* Lay out, from `memory`, the data that parts of a layer pass on. Returns its size in bytes; call
@@ -87,22 +94,21 @@ static int64_t lay_out_stream(const struct decoder *decoder, int64_t tokens, cha
     int64_t used = 0;
     TAKE(space->x, 4 * tokens * decoder->hidden);
     TAKE(space->delta, 4 * tokens * decoder->hidden);
-    TAKE(space->qkv, 4 * tokens * decoder->layers[0].qkv.outputs);
+    TAKE(space->qkv, 4 * tokens * most_of(decoder, 0, 0).qkv);
     return used;
 }
 
 /* Lay out the rest of the workspace, like lay_out_stream. */
 static int64_t lay_out(const struct decoder *decoder, int64_t tokens, int64_t sequences, int64_t threads, char *memory,
                        struct workspace *space) {
-    const int64_t wide = widest_input(decoder);
-    const struct attention attention = attention_of(decoder, NULL);
+    const struct sizes most = most_of(decoder, tokens, sequences);
     int64_t used = 0;
-    TAKE(space->normed, 4 * tokens * wide);
-    TAKE(space->gate_up, 4 * tokens * widest_gate_up(decoder));
+    TAKE(space->normed, 4 * tokens * most.wide);
+    TAKE(space->gate_up, 4 * tokens * most.gate_up);
     space->input.x = space->normed;
-    TAKE(space->input.rounded, (tokens + ROWS_BEYOND) * most_rounded_bytes(wide));
-    TAKE(space->tasks, tasks_bytes(&attention, tokens, sequences));
-    TAKE(space->scratch, 4 * threads * attention_scratch(&attention));
+    TAKE(space->input.rounded, (tokens + ROWS_BEYOND) * most_rounded_bytes(most.wide));
+    TAKE(space->tasks, most.tasks);
+    TAKE(space->scratch, 4 * threads * most.scratch);
     TAKE(space->kept, 4 * tokens);
     TAKE(space->starts, 4 * (sequences + 1));
     TAKE(space->positions, 8 * tokens);
@@ -137,12 +143,19 @@ static float *add_delta(const struct step *step, int t, const float *norm) {
     return x;
 }
 
+/* Add what the MLP of `layer` computed for token `t`, the layer's last part. */
+static float *finish_layer(const struct step *step, int t, const struct layer *layer) {
+    float *x = add_delta(step, t, layer->mlp_out);
+    if (layer->factor != 1.0f) scale(x, layer->factor, step->decoder->hidden);
+    return x;
+}
+
 static void attention_in_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int hidden = step->decoder->hidden;
     float *x = step->space->x + (int64_t)t * hidden, *normed = step->space->normed + (int64_t)t * hidden;
-    if (step->layer != step->decoder->layers) add_delta(step, t, step->layer[-1].mlp_out);
+    if (step->layer != step->decoder->layers) finish_layer(step, t, step->layer - 1);
     rms_norm(x, step->layer->attention_in, step->decoder->eps, hidden, normed);
     prepare_input(step, t, &step->layer->qkv);
 }
@@ -161,7 +174,7 @@ static void final_norm_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
     const int hidden = step->decoder->hidden;
-    const float *x = add_delta(step, t, step->layer->mlp_out);
+    const float *x = finish_layer(step, t, step->layer);
     rms_norm(x, step->decoder->final_norm, step->decoder->eps, hidden,
              step->out + (int64_t)step->space->kept[t] * hidden);
 }
@@ -171,18 +184,21 @@ static void position_token(const void *argument, int t, int thread) {
     const struct step *step = argument;
     const struct decoder *decoder = step->decoder;
     const struct layer *layer = step->layer;
-    const int64_t at = step->batch->positions[t] * decoder->rotary_half;
-    const int dim = decoder->head_dim, turned = decoder->num_heads + decoder->num_kv_heads;
+    const int64_t at = step->batch->positions[t] * layer->rotary_half;
+    const int dim = layer->head_dim, turned = layer->num_heads + layer->num_kv_heads;
     float *qkv = step->space->qkv + (int64_t)t * layer->qkv.outputs;
     for (int head = 0; head < turned; head++) {
-        const float *norm = head < decoder->num_heads ? layer->query_norm : layer->key_norm;
+        const float *norm = head < layer->num_heads ? layer->query_norm : layer->key_norm;
         if (norm) rms_norm(qkv + head * dim, norm, decoder->eps, dim, qkv + head * dim);
-        if (layer->cos) rotate(qkv + head * dim, layer->cos + at, layer->sin + at, decoder->rotary_half);
+        if (layer->cos) rotate(qkv + head * dim, layer->cos + at, layer->sin + at, layer->rotary_half);
 #if defined(BUILD_BYTE_CACHE)
         if (decoder->cache == CACHE_BYTES) spread(qkv + head * dim, dim);
 #endif
     }
-    write_cache(&step->attention, qkv + decoder->num_heads * dim, qkv + turned * dim, step->batch->slots[t],
+    float *values = qkv + turned * dim;
+    for (float *value = values; layer->value_norm && value < values + layer->num_kv_heads * dim; value += dim)
+        rms_norm(value, layer->value_norm, decoder->eps, dim, value);
+    write_cache(&step->attention, qkv + layer->num_heads * dim, values, step->batch->slots[t],
                 layer->keys, layer->values);
 }
 
@@ -195,7 +211,7 @@ static void attended_token(const void *argument, int t, int thread) {
 static void activate_token(const void *argument, int t, int thread) {
     (void)thread;
     const struct step *step = argument;
-    const int count = step->decoder->intermediate;
+    const int count = step->layer->intermediate;
     const float *gate = step->space->gate_up + (int64_t)t * step->layer->gate_up.outputs;
     gated(gate, gate + count, step->decoder->activation, count, step->space->normed + (int64_t)t * count);
     prepare_input(step, t, &step->layer->down);
@@ -228,7 +244,7 @@ static void gated_chunk(const void *argument, int chunk, int thread) {
 
 static int gates_in_tiles(const struct decoder *decoder, const struct layer *layer, int tokens) {
     return TILES && form_for(&layer->gate_up, decoder->arithmetic, tokens) == AS_BF16 &&
-           form_for(&layer->down, decoder->arithmetic, tokens) == AS_BF16 && decoder->intermediate % PANEL == 0;
+           form_for(&layer->down, decoder->arithmetic, tokens) == AS_BF16 && layer->intermediate % PANEL == 0;
 }
 
 /* Compute the input of the MLP's second product. */
@@ -243,10 +259,10 @@ static struct input gate(struct pool *pool, struct step *step, const struct laye
     }
     int num_chunks;
     struct weight gate_alone = layer->gate_up;
-    gate_alone.outputs = decoder->intermediate;
+    gate_alone.outputs = layer->intermediate;
     struct gated_product job = {
         plan_product(pool, &gate_alone, decoder->arithmetic, &space->input, tokens, &num_chunks),
-        decoder->activation, decoder->intermediate / PANEL, (uint16_t *)space->gate_up,
+        decoder->activation, layer->intermediate / PANEL, (uint16_t *)space->gate_up,
     };
     job.product.out_stride = PANEL;
     parallel(pool, num_chunks, gated_chunk, &job);
@@ -283,12 +299,13 @@ static void begin_layer(struct pool *pool, struct step *step, int index) {
 }
 
 /* Compute the rest of the layer. Keys and values of all tokens that these tokens see must be
- * written. `num_tasks`: number of attention tasks of the batch. */
-static void end_layer(struct pool *pool, struct step *step, int index, int num_tasks) {
+ * written. */
+static void end_layer(struct pool *pool, struct step *step, int index) {
     const struct decoder *decoder = step->decoder;
     const struct layer *layer = step->layer = decoder->layers + index;
     const struct workspace *space = step->space;
     step->attention = attention_of(decoder, layer);
+    const int num_tasks = make_tasks(&step->attention, step->batch, space->tasks);
     const struct attend attend = {
         &step->attention, step->batch, space->tasks, layer->keys, layer->values, space->qkv,
         layer->qkv.outputs, space->normed, space->scratch, num_tasks, pool->num_threads,
@@ -307,7 +324,8 @@ static struct batch keep_wanted(const struct step *step) {
     const struct decoder *decoder = step->decoder;
     const struct workspace *space = step->space;
     const struct batch *batch = step->batch;
-    const int64_t hidden = decoder->hidden, qkv = step->layer->qkv.outputs;
+    const struct layer *layer = step->layer;
+    const int64_t hidden = decoder->hidden, qkv = layer->qkv.outputs;
     int kept = 0;
     for (int s = 0; s < batch->num_sequences; s++) {
         space->starts[s] = kept;
@@ -317,7 +335,7 @@ static struct batch keep_wanted(const struct step *step) {
             space->positions[kept] = batch->positions[t];
             memmove(space->x + kept * hidden, space->x + t * hidden, sizeof(float) * (size_t)hidden);
             memmove(space->qkv + kept * qkv, space->qkv + t * qkv,
-                    sizeof(float) * (size_t)(decoder->num_heads * decoder->head_dim));
+                    sizeof(float) * (size_t)(layer->num_heads * layer->head_dim));
             kept++;
         }
     }
@@ -336,7 +354,7 @@ static void end_last_layer(struct pool *pool, struct step *step) {
     const struct batch wanted = keep_wanted(step);
     if (!wanted.num_tokens) return;
     step->batch = &wanted;
-    end_layer(pool, step, last, make_tasks(&step->attention, &wanted, step->space->tasks));
+    end_layer(pool, step, last);
     parallel_rows(pool, wanted.num_tokens, final_norm_token, step);
 }
 
