@@ -25,8 +25,9 @@ from serve_app.model.sources.blueprint import Blueprint
 from serve_app.model.sources.config_keys import read_config
 from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint
 from serve_app.model.sources.safetensors_files import check_complete
-from serve_app.model.sources.skeleton import empty_module, small_copy
+from serve_app.model.sources.skeleton import empty_text_module, small_copy
 from serve_app.model.sources.source_model import SourceModel
+from serve_app.model.sources.wrappers import layers_of
 
 
 def draw_blueprint(
@@ -43,17 +44,19 @@ def _draw(
     files: ModelFiles, checkpoint: MappedCheckpoint, kernels: Kernels, dtype: torch.dtype, options: ModelOptions
 ) -> Blueprint:
     config, generation_config = _configs(files, checkpoint, options.ignore_model_keys)
-    module = empty_module(config)
+    module, left_out = empty_text_module(config)
     if generation_config is not None:
         module.generation_config = generation_config
+    parameters = dict(module.named_parameters())
     if files.kind == "folder":
-        check_complete(checkpoint, module)
+        names = check_complete(checkpoint, module, left_out)
+        parameters = {names[name]: parameter for name, parameter in parameters.items()}
     small = SourceModel.take(small_copy(config), files.name, options.max_model_len)
     facts = replace(small.facts.of_whole(module), dtype=dtype)
     fix_frequencies(module, facts.max_model_len)
     cpu.verify(replace(small, facts=facts), kernels, options)
-    record = recognise(module, module.base_model, facts.layers, facts.max_model_len)
-    return Blueprint(facts, record, dict(module.named_parameters()))
+    record = recognise(module, layers_of(module), facts.layers, facts.max_model_len)
+    return Blueprint(facts, record, parameters)
 
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:

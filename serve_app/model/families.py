@@ -99,6 +99,7 @@ class _Reader:
             attention[0].num_kv_heads > 0 and len({_shape(layer) for layer in attention}) == 1,
             "layers of different shapes",
         )
+        _refuse_scaled_queries(base.config, max_model_len)
         parts = _Parts(base)
         embedding, factor = _embedding(parts["embed_tokens"])
         rotary = parts["rotary_emb"]
@@ -189,6 +190,18 @@ def expect(condition: bool, otherwise: str) -> None:
 
 def _shape(layer: AttentionLayer) -> tuple[object, ...]:
     return layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.value_dim, layer.scale, layer.softcap
+
+
+def _refuse_scaled_queries(config: Any, positions: int) -> None:
+    """Raise UnsupportedModelError if queries are scaled by their position. No check at load runs
+    sequences that are long enough to show it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings")
+    expect(
+        not rope.get("llama_4_scaling_beta") or (first is not None and positions <= first),
+        f"queries are scaled by their position from {first} on; with max_model_len {first} the kernels run it",
+    )
 
 
 def _embedding(module: nn.Module) -> tuple[torch.Tensor, float]:

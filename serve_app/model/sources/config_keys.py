@@ -42,7 +42,7 @@ HARMLESS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "head_dim", "intermediate_size", "max_seq_len", "max_seq_length", "max_sequence_length",
+            "head_dim", "hidden_size", "intermediate_size", "max_seq_len", "max_seq_length", "max_sequence_length",
             "model_max_length", "model_type", "n_ctx", "num_heads", "seq_length", "tokenizer_model_max_length",
             "torch_dtype",
         ),
@@ -96,7 +96,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "proportional": ("factor",),
+    "proportional": ("factor", "partial_rotary_factor"),
     "yarn": (
         "attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim",
         "original_max_position_embeddings", "truncate",

@@ -12,6 +12,7 @@ from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.facts import ModelFacts, count_weights, eos_token_ids
 from serve_app.model.fusion import watch_inputs
 from serve_app.model.rope import fix_frequencies
+from serve_app.model.sources.wrappers import layers_of
 from serve_app.model.verification import ReferenceLogits
 
 
@@ -75,18 +76,25 @@ class GivenHidden(nn.Module):
         """Return itself: some heads call their base's decoder directly."""
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+    def forward(self, *args: Any, **kwargs: Any) -> "_OnlyHidden":
         """Return the given hidden states and forget them."""
         value, self.value = self.value, None
-        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
-        # read by heads of mixtures of experts, for a loss that is not used here
-        output.router_logits = None
-        return output
+        return _OnlyHidden(last_hidden_state=value)
+
+
+class _OnlyHidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+    """Outputs of a base model, all None but the hidden states. Heads hand on the others (router
+    logits, states of images), which are not used here.
+    """
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def _split(module: Any) -> tuple[Any, GivenHidden]:
-    """Separate the base model from a causal LM. The rest of `module` is the head."""
-    base = module.base_model
+    """Separate the layers from a causal LM. The rest of `module` is the head."""
+    base = layers_of(module)
     hidden = GivenHidden()
     setattr(module, module.base_model_prefix, hidden)
     module.config._attn_implementation = transformers_hook.IMPLEMENTATION
