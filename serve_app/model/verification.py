@@ -15,6 +15,7 @@ from serve_app.errors import ConfigError, one_line
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.executor import ModelExecutor, UnsupportedModelError
 from serve_app.model.kv_cache import KVCache
+from serve_app.model.sources.wrappers import token_ids_of_media
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest accepted `ReferenceLogits.difference` between an executor and the module.
@@ -45,20 +46,23 @@ class ReferenceLogits:
         """Run the module, with transformers' own attention, on sequences of up to `max_model_len`
         tokens.
 
-        Raises ConfigError if the module fails or its logits are not finite.
+        Raises UnsupportedModelError if the module fails, ConfigError if its logits are not finite.
         """
         device = next(module.parameters()).device
         module.config._attn_implementation = "eager"
         width = module.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
         lengths = [max(2, min(length, max_model_len)) for length in _LENGTHS[device.type]]
-        ids = [torch.randint(0, width, (length,), generator=generator).to(device) for length in lengths]
+        usual = torch.tensor(sorted({*range(width)} - {*token_ids_of_media(module.config)}))
+        ids = [usual[torch.randint(0, len(usual), (length,), generator=generator)].to(device) for length in lengths]
         try:
             logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as shapes that do not fit each other
-            raise ConfigError(f"model {name}: its configuration cannot be computed: {one_line(error)}") from error
+            if _needs_cache(module, ids[0]):
+                raise UnsupportedModelError("its layers need transformers' own cache (`use_cache`)") from error
+            raise UnsupportedModelError(f"its configuration cannot be computed: {one_line(error)}") from error
         if not all(bool(torch.isfinite(row).all()) for row in logits):
             raise not_finite(name)
         return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])
@@ -78,6 +82,15 @@ class ReferenceLogits:
         ]
         # `max` of a tensor returns NaN if any difference is NaN; Python's may not.
         return float(torch.tensor(differences).max())
+
+
+def _needs_cache(module: Any, ids: Tensor) -> bool:
+    """Whether a module that fails without a cache runs with one."""
+    try:
+        module(input_ids=ids[None], use_cache=True)
+    except Exception:  # transformers' modules may raise anything
+        return False
+    return True
 
 
 def _run(executor: ModelExecutor, ids: Sequence[Tensor], layers: Sequence[AttentionLayer]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from serve_app.errors import one_line
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.sources.wrappers import auto_class, is_wrapper, keep_text, layers_of, replace_layers
 
@@ -44,12 +45,18 @@ def empty_text_module(config: Any) -> tuple[Any, frozenset[str]]:
 def small_copy(config: Any) -> Any:
     """Return a narrow module of the same architecture with random weights, float32 on the CPU, in
     eval mode.
+
+    Raises UnsupportedModelError if transformers cannot build it.
     """
     whole = copy.deepcopy(config)
     narrow = whole.get_text_config()
-    narrow.head_dim = getattr(narrow, "head_dim", None) or narrow.hidden_size // narrow.num_attention_heads
-    narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
-    narrow.bos_token_id = narrow.eos_token_id = narrow.pad_token_id = None
+    try:
+        narrow.head_dim = getattr(narrow, "head_dim", None) or narrow.hidden_size // narrow.num_attention_heads
+        narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
+        narrow.bos_token_id = narrow.eos_token_id = 0
+        narrow.pad_token_id = None
+    except Exception as error:  # transformers' configurations check what is set
+        raise UnsupportedModelError(f"a narrow copy cannot be made: {one_line(error)}") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = _of_text(whole)
