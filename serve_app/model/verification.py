@@ -15,7 +15,6 @@ from serve_app.errors import ConfigError, one_line
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.executor import ModelExecutor, UnsupportedModelError
 from serve_app.model.kv_cache import KVCache
-from serve_app.model.sources.wrappers import token_ids_of_media
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest accepted `ReferenceLogits.difference` between an executor and the module.
@@ -53,7 +52,7 @@ class ReferenceLogits:
         width = module.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
         lengths = [max(2, min(length, max_model_len)) for length in _LENGTHS[device.type]]
-        usual = torch.tensor(sorted({*range(width)} - {*token_ids_of_media(module.config)}))
+        usual = torch.tensor(sorted({*range(width)} - {*_ids_of_media(module.config)}))
         ids = [usual[torch.randint(0, len(usual), (length,), generator=generator)].to(device) for length in lengths]
         try:
             logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
@@ -82,6 +81,16 @@ class ReferenceLogits:
         ]
         # `max` of a tensor returns NaN if any difference is NaN; Python's may not.
         return float(torch.tensor(differences).max())
+
+
+def _ids_of_media(config: Any) -> frozenset[int]:
+    """Return the ids that a wrapper's configuration gives to images, sound and other special
+    tokens, in whose place its module may put something else than their embedding.
+    """
+    if config.get_text_config() is config:
+        return frozenset()
+    values = [value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))]
+    return frozenset(value for value in values if type(value) is int)
 
 
 def _needs_cache(module: Any, ids: Tensor) -> bool:

@@ -88,7 +88,7 @@ class CpuDecoder:
         cache_dir: Path | None = None,
         report: Progress = lambda stage, fraction: None,
     ) -> None:
-        _check(model)
+        check_shapes(model)
         self.backend = CKernelAttention(kernels)
         self.cache_dtype = _cache_dtype(kernels, model, arithmetic)
         self._kernels = kernels
@@ -271,7 +271,7 @@ class _Packing:
         return packed
 
 
-def _check(model: DecoderRecord) -> None:
+def check_shapes(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
     if unsupported := unsupported_by_kernels(model.layers[0].attention):
         raise UnsupportedModelError(unsupported)

@@ -120,9 +120,7 @@ def _check_layers(config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) ->
             f"{len(modules)} of its {expected} layers use transformers' attention interface; all must use it"
         )
     if len(calls) != expected:
-        raise UnsupportedModelError(
-            f"it computes attention {len(calls)} times for {expected} layers, not once for each"
-        )
+        raise UnsupportedModelError(f"it computes attention {len(calls)} times for {expected} layers, not once each")
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:

@@ -55,16 +55,6 @@ def keep_text(module: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def token_ids_of_media(config: Any) -> frozenset[int]:
-    """Return the ids that a wrapper's configuration gives to images, sound and other special
-    tokens, in whose place its module may put something else than their embedding.
-    """
-    if config.get_text_config() is config:
-        return frozenset()
-    values = [value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))]
-    return frozenset(value for value in values if type(value) is int)
-
-
 def replace_layers(module: Any, layers: Any) -> None:
     """Put another part with layers into the module."""
     base, old = module.base_model, layers_of(module)
