@@ -14,8 +14,10 @@ from load_tests.families.outcome import Outcome, families, try_family
 from load_tests.families.page import PAGE, make_page
 
 RESULTS = Path("build/families.json")
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Model types; default: all that have no outcome.")] = None,
     results: Annotated[Path, typer.Option("--json", help="File with the outcomes so far.")] = RESULTS,
@@ -30,11 +32,11 @@ def main(
         outcomes[name] = asdict(try_family(name, limit_s))
         results.parent.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(outcomes, indent=1, sort_keys=True))
-        typer.echo(f"{name}: {outcomes[name]['path']} {outcomes[name]['reason']}")
+        typer.echo(f"{name}: {outcomes[name]['path']} {outcomes[name]['reason']}".rstrip())
     if known.keys() <= outcomes.keys():
         page.write_text(make_page({name: Outcome(**outcomes[name]) for name in known}))
         typer.echo(f"wrote {page}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -27,6 +27,7 @@ from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedC
 from serve_app.model.sources.safetensors_files import check_complete
 from serve_app.model.sources.skeleton import empty_text_module, small_copy
 from serve_app.model.sources.source_model import SourceModel
+from serve_app.model.sources.tensor_names import module_names
 from serve_app.model.sources.wrappers import layers_of
 
 
@@ -47,16 +48,16 @@ def _draw(
     module, left_out = empty_text_module(config)
     if generation_config is not None:
         module.generation_config = generation_config
-    parameters = dict(module.named_parameters())
+    names = None
     if files.kind == "folder":
-        names = check_complete(checkpoint, module, left_out)
-        parameters = {names[name]: parameter for name, parameter in parameters.items()}
+        names = module_names(checkpoint.tensors, module, left_out)
+        check_complete(checkpoint.renamed(names), module)
     small = SourceModel.take(small_copy(config), files.name, options.max_model_len)
     facts = replace(small.facts.of_whole(module), dtype=dtype)
     fix_frequencies(module, facts.max_model_len)
     cpu.verify(replace(small, facts=facts), kernels, options)
     record = recognise(module, layers_of(module), facts.layers, facts.max_model_len)
-    return Blueprint(facts, record, parameters)
+    return Blueprint(facts, record, dict(module.named_parameters()), names)
 
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 A narrow random copy of the model is loaded, as when the weights come straight from their files.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint
 from serve_app.model.sources.safetensors_files import check_complete, open_safetensors
 from serve_app.model.sources.skeleton import empty_text_module, small_copy
 from serve_app.model.sources.source_model import SourceModel
+from serve_app.model.sources.tensor_names import module_names
 from serve_app.model.sources.wrappers import layers_of
 
 _BITS: Mapping[Blocks, float] = {
@@ -136,11 +137,10 @@ def _formats(
         return {}, ""
     try:
         checkpoint = _open(files, options)
-        names: Iterable[str] = dict(module.named_parameters())
         if files.kind == "folder":
-            known = check_complete(checkpoint, module, left_out)
-            return {name: Blocks(checkpoint.tensors[known[name]].blocks) for name in names}, ""
-        return {name: Blocks(checkpoint.tensors[name].blocks) for name in names if name in checkpoint.tensors}, ""
+            checkpoint = checkpoint.renamed(module_names(checkpoint.tensors, module, left_out))
+            check_complete(checkpoint, module)
+        return {name: Blocks(tensor.blocks) for name, tensor in checkpoint.tensors.items()}, ""
     except UnsupportedModelError as error:
         return {}, str(error)
 

@@ -63,6 +63,8 @@ def load_mapped(
     Raises UnsupportedModelError, and ConfigError for weights that are missing or not finite.
     """
     facts = blueprint.facts
+    if blueprint.names is not None:
+        checkpoint = checkpoint.renamed(blueprint.names)
     decoder = CpuDecoder(
         kernels,
         blueprint.record,

@@ -5,7 +5,6 @@ transformers reads all others, including quantized ones.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor
-from serve_app.model.sources.tensor_names import file_names, is_left_out
 
 _BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16}
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,29 +33,24 @@ def open_safetensors(folder: Path) -> MappedCheckpoint:
         raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
 
 
-def check_complete(checkpoint: MappedCheckpoint, module: Any, left_out: frozenset[str]) -> Mapping[str, str]:
-    """Return the files' name of each of the module's parameters.
-
-    Raises UnsupportedModelError unless the files contain exactly the module's parameters. Identical
-    copies of tied parameters are allowed; transformers unties parameters that differ. left_out:
-    names of a wrapper's parts that are not loaded.
+def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
+    """Raise UnsupportedModelError unless the files contain exactly the module's parameters.
+    Identical copies of tied parameters are allowed; transformers unties parameters that differ.
     """
     known = dict(module.named_parameters())
     named = module.state_dict(keep_vars=True)
-    names = file_names(checkpoint.tensors, named)
-    found = {name for name in checkpoint.tensors.keys() - names.values() if not is_left_out(name, left_out, module)}
-    missing = known.keys() - names.keys()
+    found = checkpoint.tensors.keys() - named.keys()
+    missing = known.keys() - checkpoint.tensors.keys()
     if missing or found:
         raise UnsupportedModelError(f"its files and its module differ: {', '.join(sorted(missing | found)[:3])}")
     for name, parameter in known.items():
         if len(parameter.shape) > 2:
             raise UnsupportedModelError(f"{name} is no matrix")
-    twins = {id(parameter): names[name] for name, parameter in known.items()}
-    for name in names.keys() - known.keys():
-        twin = twins.get(id(named[name]))
-        if twin is None or not np.array_equal(checkpoint.bytes(names[name]), checkpoint.bytes(twin)):
+    names = {id(parameter): name for name, parameter in known.items()}
+    for name in checkpoint.tensors.keys() - known.keys():
+        twin = names.get(id(named[name]))
+        if twin is None or not np.array_equal(checkpoint.bytes(name), checkpoint.bytes(twin)):
             raise UnsupportedModelError(f"{name} is not a copy of the tensor that it is tied to")
-    return names
 
 
 def _files(folder: Path) -> list[Path]:
