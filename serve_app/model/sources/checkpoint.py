@@ -26,7 +26,7 @@ from serve_app.errors import ConfigError, one_line
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
 from serve_app.model.sources.config_keys import read_config
-from serve_app.model.sources.gguf_file import describe, known_tensors, make_config
+from serve_app.model.sources.gguf_file import describe, known_tensors, make_config, read_floats
 from serve_app.model.sources.skeleton import empty_module, empty_text_module
 from serve_app.model.sources.tensor_names import is_left_out
 from serve_app.model.sources.wrappers import auto_class, keep_text
@@ -113,10 +113,16 @@ def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: 
     def convert(folder: Path) -> None:
         report("converting gguf", 0.0)
         try:
-            known_tensors(path, header, described, empty_module(config))
+            module = empty_module(config)
+            names = known_tensors(path, header, described, module)
         except UnsupportedModelError as error:
             raise ConfigError(f"model: cannot read {path}: {error}") from error
-        _convert_gguf(path, config, folder)
+        try:
+            weights = read_floats(header, names, module)
+        except UnsupportedModelError:  # transformers knows more types, and how experts are merged
+            _convert_gguf(path, config, folder)
+        else:
+            _save_weights(config, weights, module, folder)
         report("converting gguf", 1.0)
 
     key = Key(path.resolve(), "", f"{digest.hexdigest()} transformers {transformers.__version__}")
@@ -151,12 +157,17 @@ def _convert_gguf(path: Path, config: Any, target: Path) -> None:
 
 
 def _save(module: Any, folder: Path) -> None:
-    folder.mkdir()
     unique: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in module.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
-    save_file(dict(unique.values()), folder / "model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(module.config)
+    _save_weights(module.config, dict(unique.values()), module, folder)
+
+
+def _save_weights(config: Any, weights: dict[str, torch.Tensor], module: Any, folder: Path) -> None:
+    """Write a folder that transformers reads. module: may be empty."""
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(module).__name__]

@@ -214,6 +214,24 @@ def _gemma3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) ->
     values["rope_parameters"] = {"full_attention": values["rope_parameters"], "sliding_attention": local}
 
 
+def _mistral3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Ministral 3 scales queries by their position; without that it is Mistral. YaRN's attention
+    factor is divided by one of the same form.
+    """
+    _scale(keys, values, tensors)
+    beta = keys.number("attention.temperature_scale", 0.0)
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    rope = values["rope_parameters"]
+    if multiplier and rope.get("factor", 1.0) > 1.0:
+        rope["attention_factor"] /= 0.1 * multiplier * math.log(rope["factor"]) + 1.0
+    if not beta:
+        values["model_type"] = "mistral"
+    elif rope["rope_type"] != "yarn":
+        keys.refuse("attention.temperature_scale", "it needs YaRN's original context")
+    else:
+        rope["llama_4_scaling_beta"] = beta
+
+
 def _phi3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
     """Set the original context, which has precedence over `rope_parameters` in this class."""
     _scale(keys, values, tensors)
@@ -228,5 +246,11 @@ def _stablelm(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) 
     values["use_parallel_residual"] = not any(name.endswith(".ffn_norm.weight") for name in tensors)
 
 
-_SPECIALITIES = {"gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3, "stablelm": _stablelm}
+_SPECIALITIES = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "mistral3": _mistral3,
+    "phi3": _phi3,
+    "stablelm": _stablelm,
+}
 """Conversions for architectures that the tables do not fully describe."""
