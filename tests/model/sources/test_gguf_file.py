@@ -19,6 +19,7 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.quiet import quiet
 from serve_app.model.sources.gguf_file import open_gguf
+from tests.gguf_models import module_of, write_model
 from tests.model.stepping import Sequences
 from tests.models import needs_compiler, own_cache
 
@@ -127,14 +128,16 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path: Path, attention_back
 
 
 def test_an_architecture_of_another_kind_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Gemma's norms are stored with one added to them."""
+    """Gemma 2's attention caps scores; GPT-2's matrices are stored transposed."""
     path = write_gguf(tmp_path / "small.gguf", config("gemma2", tied=True))
     news: list[str] = []
     # its own norms, which this file lacks
     with pytest.raises(ConfigError, match="weights are missing"):
         load(path, news)
     assert "converting gguf" in news
-    assert "is converted to floats first: the tensor output_norm.weight cannot be used unchanged" in caplog.text
+    assert "is converted to floats first: Gemma2DecoderLayer with post_feedforward_layernorm" in caplog.text
+    load(write_model(tmp_path / "gpt2.gguf", "gpt2", module_of("gpt2")))
+    assert "is converted to floats first: its tensors cannot be used unchanged" in caplog.text
 
 
 def test_what_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
