@@ -48,6 +48,14 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "truncate": False, "original_max_position_embeddings": 64,
         },
     },
+    "qwen3vl": {"model_type": "qwen3", **_SHAPE, **_EPS, "head_dim": 32, "rope_theta": 500.0},
+    "smollm3": {"model_type": "smollm3", **_SHAPE, **_EPS, "num_hidden_layers": 5, "rope_theta": 500.0},
+    "mistral3": {
+        "model_type": "ministral3", **_SHAPE, **_EPS, "head_dim": 32, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 900.0, "factor": 4.0, "beta_fast": 24.0, "beta_slow": 2.0,
+            "mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4,
+        },
+    },
     "phi3": {
         "model_type": "phi3", **_SHAPE, **_EPS, "rope_theta": 500.0, "partial_rotary_factor": 0.5,
         "sliding_window": 12, "original_max_position_embeddings": 256,
@@ -164,7 +172,7 @@ def _rope_keys(architecture: str, config: Any, head_dim: int) -> Iterator[tuple[
         yield "rope.freq_base", float(full["rope_theta"]), Value.FLOAT32
     if architecture == "gemma3":
         yield "rope.freq_base_swa", parameters["sliding_attention"]["rope_theta"], Value.FLOAT32
-    if architecture in ("llama", "phi3", "stablelm", "nemotron"):
+    if architecture in ("llama", "mistral3", "smollm3", "phi3", "stablelm", "nemotron"):
         part = full.get("partial_rotary_factor", 1.0)
         yield "rope.dimension_count", int(part * head_dim), Value.UINT32
     if full["rope_type"] == "yarn":
@@ -175,13 +183,24 @@ def _rope_keys(architecture: str, config: Any, head_dim: int) -> Iterator[tuple[
         yield "rope.scaling.original_context_length", config.original_max_position_embeddings, Value.UINT32
     if architecture == "nemotron":
         yield "rope.scaling.type", "none", Value.STRING
+    if architecture == "mistral3":
+        yield "rope.scaling.type", "yarn", Value.STRING
+        yield "rope.scaling.factor", full["factor"], Value.FLOAT32
+        yield "rope.scaling.original_context_length", full["original_max_position_embeddings"], Value.UINT32
+        yield "rope.scaling.yarn_beta_fast", full["beta_fast"], Value.FLOAT32
+        yield "rope.scaling.yarn_beta_slow", full["beta_slow"], Value.FLOAT32
+        yield "rope.scaling.yarn_log_multiplier", full["mscale_all_dim"], Value.FLOAT32
+        yield "attention.temperature_scale", full["llama_4_scaling_beta"], Value.FLOAT32
     if full["rope_type"] == "linear":
         yield "rope.scaling.type", "linear", Value.STRING
         yield "rope.scaling.factor", full["factor"], Value.FLOAT32
 
 
 def _special_keys(architecture: str, config: Any) -> Iterator[tuple[str, Any, Value]]:
-    if architecture in ("llama", "nemotron"):
+    if architecture == "qwen3vl":
+        yield "n_deepstack_layers", 3, Value.UINT32
+        yield "rope.dimension_sections", 12, Value.UINT32
+    if architecture in ("llama", "mistral3", "nemotron", "smollm3"):
         yield "vocab_size", config.vocab_size, Value.UINT32
     if architecture in ("phi3", "gemma2", "gemma3", "gpt-oss"):
         yield "attention.sliding_window", config.sliding_window, Value.UINT32
@@ -290,7 +309,7 @@ def _gpt_oss_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.T
 def _as_converted(architecture: str, name: str, ending: str, rows: torch.Tensor, config: Any) -> torch.Tensor:
     """Rows in the file's order, norms with one added where the file has it so."""
     short = name.rpartition(".")[2]
-    if architecture == "llama" and short in ("attn_q", "attn_k"):
+    if architecture in ("llama", "mistral3", "smollm3") and short in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if short == "attn_q" else config.num_key_value_heads
         return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     if architecture in ("gemma2", "gemma3", "nemotron") and short.endswith("norm") and ending == "weight":

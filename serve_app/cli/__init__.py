@@ -9,6 +9,7 @@ import typer
 
 import serve_app
 from serve_app.cli.bench import bench
+from serve_app.cli.check import check
 from serve_app.cli.compare import compare
 from serve_app.cli.experiment import experiment
 from serve_app.cli.explain import explain
@@ -38,6 +39,7 @@ def version() -> None:
 
 
 app.command()(serve)
+app.command()(check)
 app.command()(compare)
 app.command()(explain)
 app.add_typer(experiment, name="experiment")

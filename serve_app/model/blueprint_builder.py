@@ -23,8 +23,10 @@ from serve_app.model.sources.blueprint import Blueprint
 from serve_app.model.sources.config_keys import read_config
 from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint, stored_tensors
 from serve_app.model.sources.safetensors_files import check_complete
-from serve_app.model.sources.skeleton import empty_module, small_copy, whole_windows
+from serve_app.model.sources.skeleton import empty_text_module, small_copy, whole_windows
 from serve_app.model.sources.source_model import SourceModel
+from serve_app.model.sources.tensor_names import module_names
+from serve_app.model.sources.wrappers import layers_of
 
 
 def draw_blueprint(files: ModelFiles, checkpoint: MappedCheckpoint, target: Target, options: ModelOptions) -> Blueprint:
@@ -37,19 +39,21 @@ def draw_blueprint(files: ModelFiles, checkpoint: MappedCheckpoint, target: Targ
 
 def _draw(files: ModelFiles, checkpoint: MappedCheckpoint, target: Target, options: ModelOptions) -> Blueprint:
     config, generation_config = _configs(files, checkpoint, options.ignore_model_keys)
-    module = empty_module(config)
+    module, left_out = empty_text_module(config)
     if generation_config is not None:
         module.generation_config = generation_config
+    names = None
     if files.kind == "folder":
-        check_complete(checkpoint, module)
+        names = module_names(checkpoint.tensors, module, left_out)
+        check_complete(checkpoint.renamed(names), module)
     narrow = small_copy(config, target.device, target.reference_dtype)
     small = SourceModel.take(narrow, files.name, options.max_model_len)
     target.verify(replace(small, facts=replace(small.facts, dtype=target.dtype)))
     layers = whole_windows(small.facts.layers, config)
     facts = replace(small.facts.of_whole(module), dtype=target.dtype, layers=layers)
     fix_frequencies(module, facts.max_model_len)
-    record = recognise(module, module.base_model, facts.layers, facts.max_model_len)
-    return Blueprint(facts, record, stored_tensors(module))
+    record = recognise(module, layers_of(module), facts.layers, facts.max_model_len)
+    return Blueprint(facts, record, stored_tensors(module), names)
 
 
 def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collection[str]) -> tuple[Any, Any]:

@@ -123,6 +123,7 @@ class _Reader:
 
     def decoder(self, head: Any, base: Any, attention: Sequence[AttentionLayer], max_model_len: int) -> DecoderRecord:
         expect(all(layer.num_kv_heads > 0 for layer in attention), "attention without keys")
+        _refuse_scaled_queries(base.config, max_model_len)
         parts = _Parts(base)
         embedding, factor = _embedding(parts["embed_tokens"])
         rotary = parts["rotary_emb"]
@@ -271,6 +272,18 @@ def expect(condition: bool, otherwise: str) -> None:
     """Raise UnsupportedModelError unless the condition holds."""
     if not condition:
         raise UnsupportedModelError(otherwise)
+
+
+def _refuse_scaled_queries(config: Any, positions: int) -> None:
+    """Raise UnsupportedModelError if queries are scaled by their position. No check at load runs
+    sequences that are long enough to show it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings")
+    expect(
+        not rope.get("llama_4_scaling_beta") or (first is not None and positions <= first),
+        f"queries are scaled by their position from {first} on; with max_model_len {first} the kernels run it",
+    )
 
 
 def _embedding(module: nn.Module) -> tuple[torch.Tensor, float]:

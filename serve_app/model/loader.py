@@ -39,7 +39,7 @@ def load_model(options: ModelOptions, on_progress: Progress | None = None) -> Pa
     the files or the model.
     """
     report = on_progress or _no_report
-    device = _device(options.device)
+    device = pick_device(options.device)
     if device.type == "cuda" and device.index is not None:
         # Triton launches on the thread's current device, whatever device its tensors are on. Events
         # are recorded there too.
@@ -150,13 +150,16 @@ def _map(
         return drawn
 
     blueprint = find_blueprint(cache_dir, checkpoint.identity, target.build, choices, draw)
+    if blueprint.names is not None:
+        checkpoint = checkpoint.renamed(blueprint.names)
     executor = target.load(blueprint, checkpoint, report)
     # Replicas share blueprints, but not a GPU.
     facts = replace(blueprint.facts, device=target.device).ending_with(options.end_ids)
     return PagedModel(facts, executor, pick_sampler(executor, facts), pooling or "last")
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """Return the device of `ModelOptions.device`. Raises ConfigError if it is unknown or absent."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

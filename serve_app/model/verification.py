@@ -45,20 +45,23 @@ class ReferenceLogits:
         """Run the module, with transformers' own attention, on sequences of up to `max_model_len`
         tokens.
 
-        Raises ConfigError if the module fails or its logits are not finite.
+        Raises UnsupportedModelError if the module fails, ConfigError if its logits are not finite.
         """
         device = next(module.parameters()).device
         module.config._attn_implementation = "eager"
         width = module.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
         lengths = [max(2, min(length, max_model_len)) for length in _LENGTHS[device.type]]
-        ids = [torch.randint(0, width, (length,), generator=generator).to(device) for length in lengths]
+        usual = torch.tensor(sorted({*range(width)} - {*_ids_of_media(module.config)}))
+        ids = [usual[torch.randint(0, len(usual), (length,), generator=generator)].to(device) for length in lengths]
         try:
             logits = [module(input_ids=row[None], use_cache=False).logits[0] for row in ids]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as shapes that do not fit each other
-            raise ConfigError(f"model {name}: its configuration cannot be computed: {one_line(error)}") from error
+            if _needs_cache(module, ids[0]):
+                raise UnsupportedModelError("its layers need transformers' own cache (`use_cache`)") from error
+            raise UnsupportedModelError(f"its configuration cannot be computed: {one_line(error)}") from error
         if not all(bool(torch.isfinite(row).all()) for row in logits):
             raise not_finite(name)
         return cls(ids, [row if row.dtype == torch.float64 else row.float() for row in logits])
@@ -80,6 +83,25 @@ class ReferenceLogits:
         )
         # Both return NaN if any difference is NaN.
         return float(differences.median() if typical else differences.max())
+
+
+def _ids_of_media(config: Any) -> frozenset[int]:
+    """Return the ids that a wrapper's configuration gives to images, sound and other special
+    tokens, in whose place its module may put something else than their embedding.
+    """
+    if config.get_text_config() is config:
+        return frozenset()
+    values = [value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))]
+    return frozenset(value for value in values if type(value) is int)
+
+
+def _needs_cache(module: Any, ids: Tensor) -> bool:
+    """Whether a module that fails without a cache runs with one."""
+    try:
+        module(input_ids=ids[None], use_cache=True)
+    except Exception:  # transformers' modules may raise anything
+        return False
+    return True
 
 
 def _run(executor: ModelExecutor, ids: Sequence[Tensor], layers: Sequence[AttentionLayer]) -> list[Tensor]:

@@ -35,7 +35,7 @@ UNREADABLE = "arguments"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is `begin`, name, `middle`, arguments, `end`.
+    """A call is `begin`, name, `middle`, arguments, `end`, which may be empty.
 
     separator: between two calls; None allows only one call.
     anchor: the part of `begin` that occurs in no other text. Without one, a call must be the whole
@@ -157,8 +157,10 @@ def find_tool_format(
                 continue
             two = _turn(render, 2, text_arguments, reasoning).split(written)
             end, separator = _ends(two, begin + _NAME + middle, rest, control_tokens)
-            if end:
-                return ToolFormat(begin, middle, end, separator, dialect, text_arguments)
+            form = ToolFormat(begin, middle, end, separator, dialect, text_arguments)
+            # A JSON object ends by itself; the next call is known by its anchor.
+            if end or (dialect is Dialect.JSON and separator is not None and form.anchor):
+                return form
     return None
 
 
@@ -170,7 +172,7 @@ def _ends(two: list[str], head: str, rest: str, control_tokens: Sequence[str]) -
     if len(two) == 3 and two[1].endswith(head):
         between = two[1].removesuffix(head)
         end = commonprefix([between, two[2]]).rstrip()
-        if end:
+        if end or not between:
             return end, between[len(end) :]
     stops = [at for token in control_tokens if (at := rest.find(token)) >= 0]
     return rest[: min(stops, default=len(rest))].rstrip(), None

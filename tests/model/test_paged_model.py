@@ -117,7 +117,7 @@ def test_a_model_that_fails_with_packed_attention_is_refused_by_name() -> None:
     from transformers import FalconConfig, FalconForCausalLM
 
     config = FalconConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
-    with pytest.raises(ConfigError, match="FalconModel cannot be served"):
+    with pytest.raises(ConfigError, match="falcon cannot be served: FalconModel fails"):
         from_module(FalconForCausalLM(config).eval(), max_model_len=64)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of five families of models, for tests of tools and
+"""Tokenizers with the chat templates of six families of models, for tests of tools and
 reasoning."""
 
 from functools import cache
@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from serve_app.text.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
-FAMILIES = ("hermes", "qwen2_5", "qwen3", "qwen3_5_think", "gemma4", "llama3_1")
+FAMILIES = ("hermes", "qwen2_5", "qwen3", "qwen3_5_think", "gemma4", "llama3_1", "ministral3")
 _SPECIAL = {
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|turn>", "<turn|>"],
+    "ministral3": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[INST]", "[/INST]"],
     "llama3_1": ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
 }
 _ADDED = {"qwen3": ["<tool_call>", "</tool_call>", "<think>", "</think>"]}

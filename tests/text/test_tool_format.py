@@ -40,9 +40,15 @@ FORMATS = {
     ),
     "gemma4": ToolFormat("<|tool_call>call:", "", "<tool_call|>", "", dialect=Dialect.BARE_KEYS),
     "llama3_1": ToolFormat('{"name": "', '", "parameters": ', "}", None),
+    "ministral3": ToolFormat("[TOOL_CALLS]", "[ARGS]", "", ""),
 }
 THINK = ReasoningFormat("<think>", "</think>")
-REASONING = {"qwen3": THINK, "qwen3_5_think": THINK, "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>")}
+REASONING = {
+    "qwen3": THINK,
+    "qwen3_5_think": THINK,
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
+    "ministral3": ReasoningFormat("[THINK]", "[/THINK]"),
+}
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
     "qwen2_5": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
@@ -50,6 +56,7 @@ CALLS = {
     "qwen3_5_think": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
     "gemma4": '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>',
     "llama3_1": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "ministral3": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
 }
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from serve_app.errors import ConfigError
+from serve_app.errors import one_line
 from serve_app.model.attention_backend import AttentionBackend, AttentionLayer, LayerCache
+from serve_app.model.executor import UnsupportedModelError
 
 IMPLEMENTATION = "serve_app_paged"
 """Name of our function in transformers. No mask function is registered, so transformers builds no
@@ -68,16 +69,20 @@ AttentionInterface.register(IMPLEMENTATION, _paged_attention)
 
 _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position"})
 """Arguments that are read, or that repeat what the step's metadata contains."""
-_MASKS = frozenset({"full_attention", "sliding_attention"})
+_NAMED = {"s_aux": "attention sinks"}
+_KINDS = ("layer_types", "layers_block_type")
+"""Attributes of configurations with the kind of each layer."""
+_MASKS = frozenset({"full_attention", "sliding_attention", "attention"})
 
 
 def _refuse_unknown(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError for an unknown argument that would change the result."""
+    """Raise UnsupportedModelError for an unknown argument that would change the result."""
     unknown = [name for name, value in kwargs.items() if name not in _UNDERSTOOD and _has_effect(name, value)]
     if attention_mask is not None:
         unknown.append("attention_mask")
     if unknown:
-        raise ConfigError(f"model: {type(module).__name__} attends with {', '.join(unknown)}, which is not supported")
+        named = ", ".join(f"{name} ({_NAMED[name]})" if name in _NAMED else name for name in unknown)
+        raise UnsupportedModelError(f"{type(module).__name__} attends with {named}, which is not supported")
 
 
 def _has_effect(name: str, value: Any) -> bool:
@@ -86,17 +91,22 @@ def _has_effect(name: str, value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
-def _refuse_other_masks(config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
-    """Raise ConfigError for unsupported masks that only the configuration names: the attention
+def refuse_other_layers(config: Any) -> None:
+    """Raise UnsupportedModelError for kinds of layers that have other masks or a state."""
+    kinds = {str(kind) for name in _KINDS for kind in getattr(config, name, None) or ()}
+    if unknown := sorted(kinds - _MASKS):
+        raise UnsupportedModelError(f"layers of kind {', '.join(unknown)} are not supported")
+
+
+def _refuse_unknown_windows(config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
+    """Raise UnsupportedModelError for windows that only the configuration names: the attention
     calls do not pass them.
     """
     kinds = getattr(config, "layer_types", None) or ()
-    if unknown := sorted(set(kinds) - _MASKS):
-        raise ConfigError(f"model: layers of kind {', '.join(unknown)} are not supported")
     if len(kinds) == len(calls):
         for kind, (module, layer) in zip(kinds, calls, strict=True):
             if kind == "sliding_attention" and layer.sliding_window is None:
-                raise ConfigError(f"model: {type(module).__name__} does not pass its sliding window to attention")
+                raise UnsupportedModelError(f"{type(module).__name__} does not pass its sliding window to attention")
 
 
 def _layer(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> AttentionLayer:
@@ -117,8 +127,8 @@ def discover(base: nn.Module, input_ids: Tensor) -> list[tuple[nn.Module, Attent
     """Return a base model's attention modules in call order, found by running `input_ids` [n]
     through the model.
 
-    Raises ConfigError for attention that `AttentionLayer` cannot describe, or if the model fails
-    with packed attention.
+    Raises UnsupportedModelError for attention that `AttentionLayer` cannot describe, or if the
+    model fails with packed attention.
     """
     recorder = _Recorder()
     for module in base.modules():
@@ -126,12 +136,14 @@ def discover(base: nn.Module, input_ids: Tensor) -> list[tuple[nn.Module, Attent
     try:
         positions = torch.arange(input_ids.shape[0], device=input_ids.device)
         base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{type(base).__name__} cannot be served: it fails with packed attention: {error}") from error
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers' modules may raise anything
+        raise UnsupportedModelError(f"{type(base).__name__} fails with packed attention: {one_line(error)}") from error
     finally:
         for module in base.modules():
             delattr(module, _ATTRIBUTE)
-    _refuse_other_masks(base.config.get_text_config(), recorder.calls)  # type: ignore[operator, union-attr]
+    _refuse_unknown_windows(base.config.get_text_config(), recorder.calls)  # type: ignore[operator, union-attr]
     return recorder.calls
 
 

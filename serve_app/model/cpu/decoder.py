@@ -91,7 +91,7 @@ class CpuDecoder:
         cache_dir: Path | None = None,
         report: Progress = lambda stage, fraction: None,
     ) -> None:
-        _check(model)
+        check_shapes(model)
         self.backend = CKernelAttention(kernels)
         self.cache_dtype = _cache_dtype(kernels, model, arithmetic)
         self._kernels = kernels
@@ -355,7 +355,7 @@ class _Packing:
         return packed
 
 
-def _check(model: DecoderRecord) -> None:
+def check_shapes(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
     mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
     if len({(each.count, each.per_token, each.down.inputs, each.renormalised) for each in mixtures}) > 1:

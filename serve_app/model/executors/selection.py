@@ -36,21 +36,28 @@ _KINDS: tuple[_Kind, ...] = (cpu, gpu, transformers)
 
 
 def pick_executor(source: SourceModel, options: ModelOptions, report: Progress) -> ModelExecutor:
-    """Build and verify the model's executor.
+    """Return the executor of `try_executors`."""
+    return try_executors(source, options, report)[0]
+
+
+def try_executors(source: SourceModel, options: ModelOptions, report: Progress) -> tuple[ModelExecutor, str]:
+    """Build and verify the model's executor. Also return why a faster one cannot run it, or an
+    empty text.
 
     Logs why a faster executor cannot run the model. Raises ConfigError if a required executor
     cannot, or if none can.
     """
-    name = source.facts.name
+    name, reason = source.facts.name, ""
     report("optimizing", 0.0)
     for kind in _KINDS:
         demand = kind.demand(source.facts, options)
         if demand is Demand.NONE:
             continue
         try:
-            return kind.load(source, options, report)
+            return kind.load(source, options, report), reason
         except UnsupportedModelError as error:
             if demand is Demand.REQUIRED:
                 raise ConfigError(f"model {name}: {kind.NAME} cannot run it: {error}") from error
+            reason = str(error)
             logger.warning("model %s: runs without %s: %s", name, kind.NAME, error)
     raise ConfigError(f"model {name}: no executor can run it")

@@ -45,8 +45,9 @@ def load(source: SourceModel, options: ModelOptions, report: Progress) -> ModelE
     report("verifying", 1.0)
     if not difference <= TOLERANCE[facts.dtype]:
         raise ConfigError(
-            f"model {facts.name}: {type(source.head).__name__} cannot be served: packed with another sequence its "
-            f"logits differ by {difference:.2g} standard deviations from the sequence run alone"
+            f"model {facts.name}: {source.head.config.model_type} cannot be served: packed with another sequence, the "
+            f"logits of {type(source.head).__name__} differ by {difference:.2g} standard deviations from the sequence "
+            "run alone"
         )
     return executor
 

@@ -25,20 +25,46 @@ def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction:
     of the free memory that the pool may use; gpu_share: see `available_memory`. Raises ConfigError
     if the pool cannot hold one request of max_model_len tokens.
     """
-    needed = -(-model.max_model_len // model.block_size) + 1  # plus the null block
-    budget = (available_memory(model.device, gpu_share) - model.mapped_bytes) * memory_fraction
-    if kv_cache_gib is None and model.device.type == "cpu":
+    left = available_memory(model.device, gpu_share) - model.mapped_bytes
+    return fitting_blocks(
+        left,
+        model.device,
+        model.kv_bytes_per_block(),
+        model.block_size,
+        model.max_model_len,
+        memory_fraction=memory_fraction,
+        kv_cache_gib=kv_cache_gib,
+    )
+
+
+def fitting_blocks(
+    left: int,
+    device: torch.device,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    *,
+    memory_fraction: float,
+    kv_cache_gib: float | None = None,
+) -> int:
+    """Return the number of KV blocks of `bytes_per_block` that fit if `left` bytes are free.
+
+    See `size_kv_pool` for the other arguments and the error.
+    """
+    needed = -(-max_model_len // block_size) + 1  # plus the null block
+    budget = left * memory_fraction
+    if kv_cache_gib is None and device.type == "cpu":
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
     if kv_cache_gib is not None:
         budget = min(budget, kv_cache_gib * GIB)
     # the runner keeps one block for itself
-    num_blocks = int(budget) // model.kv_bytes_per_block() - 1
+    num_blocks = int(budget) // bytes_per_block - 1
     if num_blocks < needed:
-        need_gib = needed * model.kv_bytes_per_block() / GIB
+        need_gib = needed * bytes_per_block / GIB
         raise ConfigError(
             f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
-            f"{model.max_model_len} needs {need_gib:.2f} GiB; lower max_model_len, raise kv_cache_gib "
-            f"or memory_fraction, or free memory on {model.device}"
+            f"{max_model_len} needs {need_gib:.2f} GiB; lower max_model_len, raise kv_cache_gib "
+            f"or memory_fraction, or free memory on {device}"
         )
     return num_blocks
 

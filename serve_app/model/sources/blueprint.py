@@ -28,25 +28,27 @@ class Blueprint:
     """A verified model that the kernels can run.
 
     parameters: the tensors that a checkpoint holds, by their names in transformers' module. They
-    have shapes but no values.
+    have shapes but no values. names: the module's name of each of the files' tensors; None if they
+    are the same.
     """
 
     facts: ModelFacts
     record: DecoderRecord
     parameters: Mapping[str, Tensor]
+    names: Mapping[str, str] | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Blueprint":
         """Read a blueprint. Raises any exception for a damaged file."""
         with path.open("rb") as file:
             reader = _Unpickler(file)
-            facts, record = reader.load()
-        return cls(facts, record, reader.parameters)
+            facts, record, names = reader.load()
+        return cls(facts, record, reader.parameters, names)
 
     def write(self, path: Path) -> None:
         """Write the blueprint. Raises OSError."""
         with path.open("wb") as file:
-            _Pickler(file, self.parameters).dump((self.facts, self.record))
+            _Pickler(file, self.parameters).dump((self.facts, self.record, self.names))
 
 
 def find_blueprint(

@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM  # of GGUF files
 
 from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.checkpoints.model_files import ModelFiles
@@ -26,8 +26,10 @@ from serve_app.errors import ConfigError, one_line
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.options import ModelOptions, Progress, resolve_dtype
 from serve_app.model.sources.config_keys import read_config
-from serve_app.model.sources.gguf_file import describe, known_tensors, make_config
-from serve_app.model.sources.skeleton import empty_module
+from serve_app.model.sources.gguf_file import describe, known_tensors, make_config, read_floats
+from serve_app.model.sources.skeleton import empty_module, empty_text_module
+from serve_app.model.sources.tensor_names import is_left_out
+from serve_app.model.sources.wrappers import auto_class, keep_text
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +60,9 @@ def _load_pretrained(
     embeds: bool = False,
 ) -> Any:
     report("loading weights", 0.0)
+    left_out = _parts_left_out(source, config)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        module, info = auto_class(config).from_pretrained(
             source,
             revision=commit,
             config=config,
@@ -72,13 +75,26 @@ def _load_pretrained(
         )
     except Exception as error:  # transformers' validators and readers may raise anything
         raise ConfigError(f"model: cannot load {source}: {one_line(error)}") from error
+    keep_text(module)
+    info = {kind: [key for key in keys if not is_left_out(str(key), left_out, module)] for kind, keys in info.items()}
     if embeds and {*info["missing_keys"]} == {"lm_head.weight"}:
         logger.warning("model %s has no head: its embeddings are valid, its generated text is meaningless", source)
         module.lm_head.weight = module.get_input_embeddings().weight
-        info["missing_keys"].clear()
+        info["missing_keys"] = []
     _check_weights(source, info)
     report("loading weights", 1.0)
     return module.eval()
+
+
+def _parts_left_out(source: str, config: Any) -> frozenset[str]:
+    """Return the names of a wrapper's parts that are not served. Raises ConfigError without reading
+    the weights if its text model is not known.
+    """
+    try:
+        auto_class(config)
+        return empty_text_module(config)[1] if config.get_text_config() is not config else frozenset()
+    except UnsupportedModelError as error:
+        raise ConfigError(f"model: {source}: {config.model_type} cannot be served: {error}") from error
 
 
 def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: Progress) -> Any:
@@ -97,10 +113,16 @@ def _load_gguf(path: Path, options: ModelOptions, device: torch.device, report: 
     def convert(folder: Path) -> None:
         report("converting gguf", 0.0)
         try:
-            known_tensors(path, header, described, empty_module(config))
+            module = empty_module(config)
+            names = known_tensors(path, header, described, module)
         except UnsupportedModelError as error:
             raise ConfigError(f"model: cannot read {path}: {error}") from error
-        _convert_gguf(path, config, folder)
+        try:
+            weights = read_floats(header, names, module)
+        except UnsupportedModelError:  # transformers knows more types, and how experts are merged
+            _convert_gguf(path, config, folder)
+        else:
+            _save_weights(config, weights, module, folder)
         report("converting gguf", 1.0)
 
     key = Key(path.resolve(), "", f"{digest.hexdigest()} transformers {transformers.__version__}")
@@ -135,12 +157,17 @@ def _convert_gguf(path: Path, config: Any, target: Path) -> None:
 
 
 def _save(module: Any, folder: Path) -> None:
-    folder.mkdir()
     unique: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in module.state_dict().items():
         unique.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
-    save_file(dict(unique.values()), folder / "model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(module.config)
+    _save_weights(module.config, dict(unique.values()), module, folder)
+
+
+def _save_weights(config: Any, weights: dict[str, torch.Tensor], module: Any, folder: Path) -> None:
+    """Write a folder that transformers reads. module: may be empty."""
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(module).__name__]

@@ -171,7 +171,9 @@ def _refused(written: Mapping[str, Any], config: Any, prefix: str = "") -> Itera
     for key, value in written.items():
         if isinstance(value, Mapping) and text is not config and getattr(config, key, None) is text:
             yield from _refused(value, text, f"{prefix}{key}.")
-        elif value is not None and not (key in declared or _taken_over(key, config) or _says_nothing(key, written)):
+        elif value is None or key in declared or _taken_over(key, config) or _says_nothing(key, written):
+            continue
+        elif not _computed(key, written, kind):
             yield f"{prefix}{key}", f"{kind.__name__} does not use it"
     for name, parameters in _rope_parameters(config):
         yield from _refused_rope(f"{prefix}{name}", parameters, kind)
@@ -182,6 +184,12 @@ def _taken_over(key: str, config: Any) -> bool:
     if key in (*_ROPE, "rope_theta", "partial_rotary_factor"):
         return "rope_parameters" in {field.name for field in fields(type(config))}
     return key not in vars(config)
+
+
+def _computed(key: str, written: Mapping[str, Any], kind: Any) -> bool:
+    """Whether the class sets the attribute itself, to the same value. transformers saves those."""
+    alone = kind.from_dict({name: value for name, value in written.items() if name != key})
+    return key in vars(alone) and vars(alone)[key] == written[key]
 
 
 def _says_nothing(key: str, written: Mapping[str, Any]) -> bool:
@@ -214,4 +222,5 @@ def _own_rope_keys(kind: Any) -> Collection[str]:
     from transformers' check.
     """
     usual = getattr(kind(), "rope_parameters", None) or {}
-    return {*usual, *(kind.ignore_keys_at_rope_validation or ())}
+    nested = {key for value in usual.values() if isinstance(value, Mapping) for key in value}
+    return {*usual, *nested, *(kind.ignore_keys_at_rope_validation or ())}

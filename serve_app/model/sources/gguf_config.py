@@ -261,6 +261,24 @@ def _proportional(keys: Metadata, rope: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": rope["rope_theta"]}
 
 
+def _mistral3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
+    """Ministral 3 scales queries by their position; without that it is Mistral. YaRN's attention
+    factor is divided by one of the same form.
+    """
+    _scale(keys, values, tensors)
+    beta = keys.number("attention.temperature_scale", 0.0)
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    rope = values["rope_parameters"]
+    if multiplier and rope.get("factor", 1.0) > 1.0:
+        rope["attention_factor"] /= 0.1 * multiplier * math.log(rope["factor"]) + 1.0
+    if not beta:
+        values["model_type"] = "mistral"
+    elif rope["rope_type"] != "yarn":
+        keys.refuse("attention.temperature_scale", "it needs YaRN's original context")
+    else:
+        rope["llama_4_scaling_beta"] = beta
+
+
 def _phi3(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> None:
     """Set the original context, which has precedence over `rope_parameters` in this class."""
     _scale(keys, values, tensors)
@@ -292,6 +310,7 @@ _SPECIALITIES = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
+    "mistral3": _mistral3,
     "phi3": _phi3,
     "stablelm": _stablelm,
 }

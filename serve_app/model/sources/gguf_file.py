@@ -7,14 +7,17 @@ beginning.
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import numpy as np
+import torch
+from torch import Tensor
 
 from serve_app.checkpoints.disk_cache import DiskCache, Key
 from serve_app.checkpoints.gguf_header import GgufHeader, TensorInfo
@@ -29,6 +32,8 @@ from serve_app.system.code_digest import digest_code
 
 _HEADER_BYTES = 64 * 2**20
 """More than any file has before its tensors."""
+_ROWS_AS_LLAMA = ("mistral3", "smollm3")
+"""Other architectures whose files have queries and keys in the order of rows of `llama`."""
 _KEPT = 4
 """Indexes kept per file: several versions of this package may run on one machine."""
 
@@ -87,7 +92,7 @@ def known_tensors(path: Path, header: GgufHeader, described: GgufConfig, module:
     for a module whose tensors transformers cannot name.
     """
     try:
-        names = _names(module, _processor(header, module.config))
+        names = _own_names(header, module) or _names(module, _processor(header, module.config))
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"its tensors have unknown names: {error}") from error
     # Files give a suffix to names that have none in the module.
@@ -121,11 +126,18 @@ def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
     header, described = describe(path, ignored)
     config = make_config(path, described)
     module = empty_module(config)
-    names = known_tensors(path, header, described, module)
+    stored = _stored_tensors(header, known_tensors(path, header, described, module), config)
+    config.save_pretrained(folder)
+    index = {"tensors": {name: asdict(tensor) for name, tensor in stored.items()}, "refused": dict(described.refused)}
+    (folder / "tensors.json").write_text(json.dumps(index))
+
+
+def _stored_tensors(header: GgufHeader, names: Mapping[str, str], config: Any) -> dict[str, StoredTensor]:
+    """Return the tensors by the module's names."""
     processor = _processor(header, config)
     try:
-        tensors = {
-            names[name]: asdict(_stored(tensor, processor, config))
+        return {
+            names[name]: _stored(tensor, processor, config)
             for tensor in header.tensors
             # transformers' names of buffers have no suffix
             if (name := tensor.name if tensor.name in names else tensor.name.removesuffix(".weight")) in names
@@ -133,9 +145,23 @@ def _write_index(path: Path, folder: Path, ignored: Collection[str]) -> None:
     except (AttributeError, KeyError, NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"its tensors cannot be used unchanged: {error}") from error
 
-    config.save_pretrained(folder)
-    index = {"tensors": tensors, "refused": dict(described.refused)}
-    (folder / "tensors.json").write_text(json.dumps(index))
+
+def read_floats(header: GgufHeader, names: Mapping[str, str], module: Any) -> dict[str, Tensor]:
+    """Return the weights in float32 by the module's names. names: see `known_tensors`.
+
+    Raises UnsupportedModelError for tensors that need more than a known reordering of rows, and for
+    modules whose parameters are not all in the file.
+    """
+    stored, weights = _stored_tensors(header, names, module.config), {}
+    if missing := dict(module.named_parameters()).keys() - stored.keys():
+        raise UnsupportedModelError(f"its file has no {min(missing)}")
+    for tensor in header.tensors:
+        if tensor.name in names:
+            place = stored[names[tensor.name]]
+            values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(place.shape)
+            rows = values[interleaved(len(values), place.heads)] if place.heads else values
+            weights[names[tensor.name]] = torch.from_numpy(np.ascontiguousarray(rows - np.float32(place.added)))
+    return weights
 
 
 def _processor(header: GgufHeader, config: Any) -> Any:
@@ -143,7 +169,27 @@ def _processor(header: GgufHeader, config: Any) -> Any:
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     architecture = header.fields["general.architecture"].value
+    architecture = "llama" if architecture in _ROWS_AS_LLAMA else architecture
     return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+
+
+def _own_names(header: GgufHeader, module: Any) -> dict[str, str]:
+    """Map the file's tensor names to the module's by the gguf package's table. Empty if it lacks
+    some.
+    """
+    architecture = header.fields["general.architecture"].value
+    kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if kind is None:
+        return {}
+    table = gguf.get_tensor_name_map(kind, module.config.num_hidden_layers)
+    names = {}
+    for name in module.state_dict(keep_vars=True):
+        stem, _, ending = name.rpartition(".")
+        found = table.get_name(stem) if ending in ("weight", "bias") else None
+        if found is None:
+            return {}
+        names[f"{found}.{ending}"] = name
+    return names
 
 
 def _names(module: Any, processor: Any) -> dict[str, str]:

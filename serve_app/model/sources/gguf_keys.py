@@ -59,6 +59,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _LLAMA, _ABSENT),
     "qwen2": Architecture("qwen2", _LLAMA, _ABSENT),
     "qwen3": Architecture("qwen3", _LLAMA, _ABSENT),
+    "qwen3vl": Architecture("qwen3", _LLAMA, _ABSENT),
+    "smollm3": Architecture("smollm3", _LLAMA, _ABSENT),
+    "mistral3": Architecture("ministral3", _LLAMA, _ABSENT, constants={"sliding_window": None}),
     "qwen2moe": Architecture(
         "qwen2_moe",
         _LLAMA | _MIXTURE | _NORMED_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
@@ -167,6 +170,10 @@ HARMLESS: dict[str, str] = {
 }
 """Keys under the prefix that change no result, with the reason."""
 HARMLESS_IN: dict[str, dict[str, str]] = {
+    "qwen3vl": {
+        "n_deepstack_layers": "about images, which are not served",
+        "rope.dimension_sections": "the positions of text are equal on all axes",
+    },
     "stablelm": {"use_parallel_residual": "which norms the file has decides, as in llama.cpp"},
 }
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {

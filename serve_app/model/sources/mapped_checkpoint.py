@@ -4,6 +4,7 @@ Does not know file formats: `gguf_file` and `safetensors_files` provide the posi
 are copied.
 """
 
+import copy
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -62,6 +63,12 @@ class MappedCheckpoint:
         self.identity = (str(source.resolve()), " ".join([*states, *configs]))
         """See `Parameters`."""
         self._maps = [_map(path) for path in files]
+
+    def renamed(self, names: Mapping[str, str]) -> "MappedCheckpoint":
+        """Return the checkpoint with other names of its tensors. Those without one are left out."""
+        other = copy.copy(self)
+        other.tensors = {names[name]: tensor for name, tensor in self.tensors.items() if name in names}
+        return other
 
     def bytes(self, name: str) -> NDArray[np.uint8]:
         """Return a tensor's mapped bytes, uint8."""

@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
 
+from serve_app.errors import one_line
 from serve_app.model.attention_backend import AttentionLayer
 from serve_app.model.executor import UnsupportedModelError
+from serve_app.model.sources.wrappers import auto_class, is_wrapper, keep_text, layers_of, replace_layers
 
 _CPU = torch.device("cpu")
 _NARROW = 64
@@ -27,34 +29,39 @@ _WINDOW = 8
 
 def empty_module(config: Any) -> Any:
     """Return the module in eval mode, with parameters on torch's device "meta". It can compute
-    rotary angles.
+    rotary angles. Wrappers have their text model only.
 
     Raises UnsupportedModelError if transformers cannot build the module.
     """
+    return empty_text_module(config)[0]
+
+
+def empty_text_module(config: Any) -> tuple[Any, frozenset[str]]:
+    """Return `empty_module`, and the names of the wrapper's parts that it lacks."""
     with torch.device("meta"):
         module = _from_config(config)
-    rotary = getattr(module.base_model, "rotary_emb", None)
+    left_out = keep_text(module)
+    layers = layers_of(module)
+    rotary = getattr(layers, "rotary_emb", None)
     if rotary is not None:
-        module.base_model.rotary_emb = type(rotary)(config=config)
-    return module
+        layers.rotary_emb = type(rotary)(config=layers.config)
+    return module, left_out
 
 
 def small_copy(config: Any, device: torch.device = _CPU, dtype: torch.dtype = torch.float32) -> Any:
     """Return a narrow module of the same architecture with random weights and persistent buffers,
     in eval mode. Its windows are short; see `whole_windows`.
+
+    Raises UnsupportedModelError if transformers cannot build it.
     """
-    narrow = copy.deepcopy(config)
-    if not config.is_heterogeneous:  # otherwise layers have their own
-        narrow.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    narrow.hidden_size = narrow.intermediate_size = narrow.vocab_size = _NARROW
-    _narrow_experts(narrow)
-    for name in ("vocab_size_per_layer_input", "sliding_window"):
-        if name not in (config.per_layer_attributes or ()) and getattr(config, name, None) is not None:
-            setattr(narrow, name, _WINDOW if name == "sliding_window" else _NARROW)
-    narrow.bos_token_id = narrow.eos_token_id = narrow.pad_token_id = None
+    whole = copy.deepcopy(config)
+    try:
+        _narrow(whole.get_text_config())
+    except Exception as error:  # transformers' configurations check what is set
+        raise UnsupportedModelError(f"a narrow copy cannot be made: {one_line(error)}") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = _from_config(narrow)
+        module = _of_text(whole)
         for tensor in filter(torch.is_floating_point, module.state_dict().values()):
             if tensor.dim() > 1:
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
@@ -66,17 +73,32 @@ def small_copy(config: Any, device: torch.device = _CPU, dtype: torch.dtype = to
     return module.to(device)
 
 
-def _narrow_experts(config: Any) -> None:
+def _narrow(text: Any) -> None:
+    """Make a text model's configuration narrow, in place. Layers of several shapes keep their
+    heads.
+    """
+    if not text.is_heterogeneous:
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in ("vocab_size_per_layer_input", "sliding_window"):
+        if name not in (text.per_layer_attributes or ()) and getattr(text, name, None) is not None:
+            setattr(text, name, _WINDOW if name == "sliding_window" else _NARROW)
+    text.hidden_size = text.intermediate_size = text.vocab_size = _NARROW
+    text.bos_token_id = text.eos_token_id = 0
+    text.pad_token_id = None
+    _narrow_experts(text)
+
+
+def _narrow_experts(text: Any) -> None:
     """Leave few experts, of which half are not chosen, and a limit that their activations reach."""
-    if getattr(config, "num_experts_per_tok", None) is None:
+    if getattr(text, "num_experts_per_tok", None) is None:
         return
-    config.num_experts = min(config.num_experts, 2 * config.num_experts_per_tok)
-    config._experts_implementation = "batched_mm"
+    text.num_experts = min(text.num_experts, 2 * text.num_experts_per_tok)
+    text._experts_implementation = "batched_mm"
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, _NARROW)
-    if getattr(config, "swiglu_limit", None) is not None:
-        config.swiglu_limit = 1.0
+        if getattr(text, name, None) is not None:
+            setattr(text, name, _NARROW)
+    if getattr(text, "swiglu_limit", None) is not None:
+        text.swiglu_limit = 1.0
 
 
 @torch.no_grad()
@@ -96,14 +118,32 @@ def whole_windows(layers: Sequence[AttentionLayer], config: Any) -> tuple[Attent
     """
     if not {layer.sliding_window for layer in layers} <= {None, _WINDOW}:
         raise UnsupportedModelError("windows that its configuration does not name")
-    return tuple(
-        layer if layer.sliding_window is None else replace(layer, sliding_window=config.sliding_window)
-        for layer in layers
-    )
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    return tuple(layer if layer.sliding_window is None else replace(layer, sliding_window=window) for layer in layers)
+
+
+def _of_text(config: Any) -> Any:
+    """Build the module with weights, but a wrapper's other parts without: they can be large."""
+    if config.get_text_config() is config:
+        return _from_config(config)
+    with torch.device("meta"):
+        module = _from_config(config)
+    if not is_wrapper(module):
+        return _from_config(config)
+    keep_text(module)
+    layers, head = layers_of(module), module.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UnsupportedModelError(f"the head {type(head).__name__} is not known")
+    replace_layers(module, type(layers)._from_config(layers.config, attn_implementation="eager", dtype=torch.float32))
+    module.set_output_embeddings(nn.Linear(head.in_features, head.out_features, bias=head.bias is not None))
+    module.tie_weights()
+    return module.eval()
 
 
 def _from_config(config: Any) -> Any:
     try:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        return auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # transformers' validators and modules may raise anything
         raise UnsupportedModelError(f"transformers cannot build a module from its configuration: {error}") from error

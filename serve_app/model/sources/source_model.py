@@ -9,9 +9,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from serve_app.errors import ConfigError
 from serve_app.model.attention import transformers_hook
 from serve_app.model.attention_backend import AttentionLayer
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.facts import ModelFacts, count_weights, eos_token_ids
 from serve_app.model.fusion import watch_inputs
 from serve_app.model.rope import fix_frequencies
+from serve_app.model.sources.wrappers import layers_of
 from serve_app.model.verification import ReferenceLogits
 
 
@@ -34,9 +36,18 @@ class SourceModel:
 
     @classmethod
     def take(cls, module: Any, name: str, max_model_len: int | None) -> "SourceModel":
-        """Take over `module`. Raises ConfigError if it does not use transformers' attention
-        interface or its logits are not finite.
+        """Take over `module`. Raises ConfigError with the type of a model that cannot be served.
+
+        All layers must use transformers' attention interface, and the logits must be finite.
         """
+        try:
+            return cls._take(module, name, max_model_len)
+        except UnsupportedModelError as error:
+            raise ConfigError(f"model {name}: {module.config.model_type} cannot be served: {error}") from error
+
+    @classmethod
+    def _take(cls, module: Any, name: str, max_model_len: int | None) -> "SourceModel":
+        transformers_hook.refuse_other_layers(module.config.get_text_config())
         module.requires_grad_(False)
         parameter = next(module.parameters())
         max_model_len = _max_model_len(module.config, max_model_len)
@@ -47,7 +58,7 @@ class SourceModel:
         base, hidden = _split(module)
         with watch_inputs(base) as linear_inputs:
             calls = transformers_hook.discover(base, reference.ids[0])
-        _check_layers(name, module.config, calls)
+        _check_layers(module.config, calls)
         facts = ModelFacts(
             name=name,
             device=parameter.device,
@@ -75,18 +86,25 @@ class GivenHidden(nn.Module):
         """Return itself: some heads call their base's decoder directly."""
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+    def forward(self, *args: Any, **kwargs: Any) -> "_OnlyHidden":
         """Return the given hidden states and forget them."""
         value, self.value = self.value, None
-        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=value)
-        # Heads hand these on; they are not used here.
-        output.router_logits = output.image_hidden_states = output.shared_kv_states = None
-        return output
+        return _OnlyHidden(last_hidden_state=value)
+
+
+class _OnlyHidden(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+    """Outputs of a base model, all None but the hidden states. Heads hand on the others (router
+    logits, states of images), which are not used here.
+    """
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def _split(module: Any) -> tuple[Any, GivenHidden]:
-    """Separate the base model from a causal LM. The rest of `module` is the head."""
-    base = module.base_model
+    """Separate the layers from a causal LM. The rest of `module` is the head."""
+    base = layers_of(module)
     hidden = GivenHidden()
     setattr(module, module.base_model_prefix, hidden)
     module.config._attn_implementation = transformers_hook.IMPLEMENTATION
@@ -94,14 +112,15 @@ def _split(module: Any) -> tuple[Any, GivenHidden]:
     return base, hidden
 
 
-def _check_layers(name: str, config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
+def _check_layers(config: Any, calls: list[tuple[nn.Module, AttentionLayer]]) -> None:
     expected = config.get_text_config().num_hidden_layers
     modules = {id(module) for module, _ in calls}
-    if len(calls) != expected or len(modules) != expected:
-        raise ConfigError(
-            f"model {name}: {config.model_type} cannot be served: {len(modules)} of its {expected} layers use "
-            "transformers' attention interface; all must use it"
+    if len(modules) < expected:
+        raise UnsupportedModelError(
+            f"{len(modules)} of its {expected} layers use transformers' attention interface; all must use it"
         )
+    if len(calls) != expected:
+        raise UnsupportedModelError(f"it computes attention {len(calls)} times for {expected} layers, not once each")
 
 
 def _max_model_len(config: Any, wanted: int | None) -> int:
