@@ -14,13 +14,13 @@ from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.executors import cpu
 from serve_app.model.families import recognise
 from serve_app.model.options import ModelOptions
-from serve_app.model.records import Activation, DecoderRecord, LayerRecord, Linear, Norm, Rotation
+from serve_app.model.records import Activation, DecoderRecord, Experts, LayerRecord, Linear, Norm, Rotation, Stack
 from serve_app.model.sources.skeleton import small_copy, whole_windows
 from serve_app.model.sources.source_model import SourceModel
 from serve_app.model.verification import verify_model
 from tests.models import ARCHITECTURES, needs_compiler, tiny_model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma4", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma4", "smollm3", "qwen3_moe", "gpt_oss")
 """All that the C kernels run."""
 
 EXACTLY = 2e-4
@@ -73,12 +73,27 @@ def changed_parts(value: Any) -> Iterator[tuple[str, Any]]:
         case Rotation():
             yield "cos", value.sin
             yield "sin", -value.sin
+        case Experts():
+            yield "per_token", value.per_token - 1
+            yield "renormalised", not value.renormalised
+            for part in ("router", "gate_up", "down"):
+                for inner, other in changed_parts(getattr(value, part)):
+                    yield part, replace(getattr(value, part), **{inner: other})
+            for number in ("alpha", "limit"):
+                if getattr(value, number):
+                    yield number, getattr(value, number) * 0.5
+        case Stack():
+            yield "weight", value.weight.roll(1, 0)
+            if value.bias is not None:
+                yield "bias", None
+            if value.interleaved:
+                yield "interleaved", False
         case AttentionLayer():
             yield "scale", value.scale * 0.7
             yield "sliding_window", None if value.sliding_window else 4
 
 
-_OPTIONAL = ("attention_out", "mlp_out", "query_norm", "key_norm", "rotation", "factor", "softcap")
+_OPTIONAL = ("attention_out", "mlp_out", "query_norm", "key_norm", "rotation", "factor", "softcap", "sinks")
 
 
 def changed_records(record: DecoderRecord) -> Iterator[tuple[str, DecoderRecord]]:

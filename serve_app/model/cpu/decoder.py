@@ -198,7 +198,7 @@ class CpuDecoder:
             cache=CACHE_FORMATS[self.cache_dtype],
             eps=model.eps,
             embedding_factor=model.embedding_factor,
-            mixture=_mixture(model),
+            mixture=next((_mixture(layer.experts) for layer in model.layers if layer.experts), MixtureStruct()),
             embedding=self._embedding.struct(),
             final_norm=self._address(model.final_norm, parameters),
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
@@ -216,10 +216,7 @@ class CpuDecoder:
         return ctypes.addressof(self._stacks[-1])
 
 
-def _mixture(model: DecoderRecord) -> MixtureStruct:
-    experts = next((layer.experts for layer in model.layers if layer.experts is not None), None)
-    if experts is None:
-        return MixtureStruct()
+def _mixture(experts: Experts) -> MixtureStruct:
     return MixtureStruct(
         experts.count,
         experts.per_token,
@@ -358,8 +355,8 @@ class _Packing:
 def check_shapes(model: DecoderRecord) -> None:
     """Raise UnsupportedModelError for shapes that the kernels cannot run."""
     mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
-    if len({(each.count, each.per_token, each.down.inputs, each.renormalised) for each in mixtures}) > 1:
-        raise UnsupportedModelError("mixtures of experts of several shapes")
+    if len({bytes(_mixture(layer.experts)) for layer in model.layers if layer.experts is not None}) > 1:
+        raise UnsupportedModelError("mixtures of experts of several kinds")
     if any(each.per_token > each.count for each in mixtures):
         raise UnsupportedModelError("more experts of a token than there are")
     for layer in model.layers:

@@ -212,7 +212,8 @@ def _stored(tensor: TensorInfo, processor: Any, config: Any) -> StoredTensor:
     """
     shape = tuple(int(size) for size in reversed(tensor.shape))
     blocks = int(tensor.tensor_type)
-    if blocks not in set(Blocks) or (len(shape) == 1 and blocks != Blocks.F32) or len(shape) > 3:
+    vector = len(shape) == 1 or tensor.name.endswith(".bias")
+    if blocks not in set(Blocks) or (vector and blocks != Blocks.F32) or len(shape) > 3:
         raise UnsupportedModelError(f"the tensor {tensor.name} is of type {tensor.tensor_type.name}")
     rows = np.arange(shape[0])
     column = rows.reshape(-1, *(1 for _ in shape[1:]))

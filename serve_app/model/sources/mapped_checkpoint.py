@@ -96,10 +96,11 @@ class MappedParameters:
         self._checkpoint = checkpoint
         self._parameters = parameters  # keeps them alive, so that their ids stay unique
         self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._tensors: dict[str, list[str]] = {}
         for name, parameter in parameters.items():
-            stack = is_stack(name)
-            found = tensors_of(name, len(parameter), checkpoint.tensors) if stack else name in checkpoint.tensors
-            if not found:
+            stack, known = is_stack(name), checkpoint.tensors
+            self._tensors[name] = tensors_of(name, len(parameter), known) if stack else [name] * (name in known)
+            if not self._tensors[name]:
                 raise ConfigError(f"model: {checkpoint.source}: weights are missing: {name}")
             if not stack and tuple(parameter.shape) != checkpoint.tensors[name].shape:
                 raise ConfigError(f"model: {checkpoint.source}: weights have the wrong shape: {name}")
@@ -117,7 +118,8 @@ class MappedParameters:
 
     def expert(self, stack: Stack, index: int) -> list[StoredMatrix]:
         """See `Parameters`. Raises ConfigError for tensors of other shapes."""
-        name, names = self._tensors(stack.weight)
+        name = self._names[id(stack.weight)]
+        names = self._tensors[name]
         tensors = [self._checkpoint.tensors[each] for each in names]
         count = len(stack.weight)
         if len(tensors[0].shape) == 2:  # one tensor per expert
@@ -140,7 +142,8 @@ class MappedParameters:
         """See `Parameters`."""
         if stack.bias is None:
             return None
-        name, names = self._tensors(stack.bias)
+        name = self._names[id(stack.bias)]
+        names = self._tensors[name]
         parts = [self._floats(each).view(self._checkpoint.tensors[each].shape) for each in names]
         self._expect(all(len(part) == len(stack.bias) for part in parts), name)
         biases = in_order(stack, parts[0]) if names == [name] else torch.cat(parts, 1)
@@ -149,13 +152,8 @@ class MappedParameters:
 
     def release(self, parameter: Tensor) -> None:
         """See `Parameters`."""
-        for name in self._tensors(parameter)[1]:
+        for name in self._tensors[self._names[id(parameter)]]:
             self._checkpoint.forget(name)
-
-    def _tensors(self, parameter: Tensor) -> tuple[str, list[str]]:
-        """Return a parameter's name, and the names of its tensors in the files."""
-        name = self._names[id(parameter)]
-        return name, tensors_of(name, len(parameter), self._checkpoint.tensors) if is_stack(name) else [name]
 
     def _stored(self, tensor: StoredTensor, order: NDArray[np.int64] | None = None) -> StoredMatrix:
         outputs, inputs = tensor.shape

@@ -14,7 +14,7 @@ import numpy as np
 from serve_app.errors import one_line
 from serve_app.model.cpu.stored import Blocks
 from serve_app.model.executor import UnsupportedModelError
-from serve_app.model.sources.expert_tensors import is_stack, tensors_of
+from serve_app.model.sources.expert_tensors import BLOCKS, SCALES, is_stack, tensors_of
 from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint, StoredTensor, stored_tensors
 
 _BLOCKS = {"F32": Blocks.F32, "F16": Blocks.F16, "BF16": Blocks.BF16, "U8": Blocks.MXFP4}
@@ -49,6 +49,9 @@ def check_complete(checkpoint: MappedCheckpoint, module: Any) -> None:
     for name, parameter in known.items():
         if len(parameter.shape) > 2 and name not in stacks:
             raise UnsupportedModelError(f"{name} is no matrix")
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.blocks == Blocks.MXFP4 and not name.endswith((BLOCKS, SCALES)):
+            raise UnsupportedModelError(f"{name} consists of bytes")
     names = {id(parameter): name for name, parameter in known.items()}
     for name in checkpoint.tensors.keys() & named.keys() - known.keys():
         twin = names.get(id(named[name]))

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from serve_app.errors import ConfigError
 from serve_app.model.cpu.build import usable_builds
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
 from serve_app.model.paged_model import PagedModel
 from serve_app.model.sources.expert_tensors import gguf_blocks
+from serve_app.model.sources.safetensors_files import check_complete, open_safetensors
+from serve_app.model.sources.skeleton import empty_module
 from tests import gguf_models
 from tests.mixtures import KERNEL_MIXTURES, mixture
 from tests.model.stepping import Sequences
@@ -136,6 +139,16 @@ def test_mxfp4_of_safetensors(tmp_path: Path) -> None:
     assert difference(load(folder, quantization="int8"), module, typical=True) < 0.3
     if "avx512bf16" in usable_builds():
         load(folder, quantization="auto", dtype="bfloat16")
+
+
+def test_bytes_that_are_no_experts_are_refused(tmp_path: Path) -> None:
+    module = mixture("qwen3_moe")
+    tensors = dict(module.state_dict())
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(128, 64, dtype=torch.uint8)
+    folder = folder_of(module, tmp_path / "model", tensors)
+    module = empty_module(module.config)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight consists of bytes"):
+        check_complete(open_safetensors(folder), module)
 
 
 def test_other_quantized_weights_are_not_read_as_if_they_were_floats(tmp_path: Path) -> None:
