@@ -70,6 +70,21 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 5.0,
         },
     ),
+    "gemma4_small": (
+        "gemma4_text",
+        {
+            **_GQA,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "sliding_window": 24,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
     "smollm3": ("smollm3", {**_GQA, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]}),
     "phi": ("phi", _SHAPE),
     "phi3": ("phi3", {**_GQA, "original_max_position_embeddings": 512}),
@@ -103,7 +118,7 @@ _MIXTURES["gpt_oss"] = (
 
 def tiny_model(arch: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of this architecture in eval mode: vocabulary 200, context 512, 2 layers
-    (gemma3: 7, gemma4: 6, smollm3: 4).
+    (Gemma 3 and 4, SmolLM 3: 4 to 7).
 
     Weights are spread more widely than at initialization, so that logits differ clearly between
     tokens. Norms, biases and persistent buffers are random too. changes: of the configuration.
