@@ -14,9 +14,10 @@ from serve_app.model.attention.verification import verify_backend
 from serve_app.model.attention_backend import AttentionBatch, AttentionLayer, block_matrix
 from serve_app.model.gpu import ops, sampling
 from serve_app.model.gpu.attention import TritonAttention
+from serve_app.model.gpu.experts import GpuExperts
 from serve_app.model.gpu.linear import GpuLinear, round_rows
 from serve_app.model.gpu.weights import ModuleWeights
-from serve_app.model.records import Linear
+from serve_app.model.records import Activation, Experts, Linear, Stack
 
 Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
 
@@ -43,6 +44,7 @@ def comparisons(*, full: bool) -> dict[str, Compare]:
         "gate times up": partial(_gate, width),
         "product, invariant": partial(_product, width, rows, False),
         "product, fp8 weights": partial(_product, width, rows, True),
+        "experts": partial(_experts, (128, 8, 2048, 768) if full else (6, 2, 64, 32), rows),
         "sampling": partial(_sampling, vocab),
     }
 
@@ -106,6 +108,33 @@ def _product(width: int, rows: tuple[int, ...], fp8: bool, device: torch.device,
         factors = [rounded.double() * scales[:, None] for rounded, scales in map(round_rows, inputs)]
     # Tensor cores add products of 8 bits in less than float32's bits.
     return _agree([linear(x) for x in inputs], [x @ weight.T for x in factors], torch.bfloat16 if fp8 else dtype)
+
+
+def _experts(
+    shape: tuple[int, int, int, int], rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """shape: experts, those of a token, hidden width, inner width. Of equal scores the first
+    counts, which is why torch sorts them."""
+    count, per_token, hidden, inner = shape
+    router, gate_up, down = (
+        _random(*size, device=device, dtype=dtype) / size[-1] ** 0.5
+        for size in ((count, hidden), (count, 2 * inner, hidden), (count, hidden, inner))
+    )
+    record = Experts(Linear((router,), ()), per_token, True, Stack(gate_up), Stack(down))
+    experts = GpuExperts.of(record, Activation.SILU, ModuleWeights(router), fp8=False, invariant=True)
+    got, expected = [], []
+    for tokens in rows:
+        x = _random(tokens, hidden, device=device, dtype=dtype)
+        got.append(experts(x, torch.arange(tokens, device=device)))
+        scores, ids = experts.router(x).float().sort(stable=True, descending=True)
+        factors = torch.zeros(tokens, count, device=device, dtype=torch.float32)
+        factors.scatter_(1, ids[:, :per_token], torch.softmax(scores[:, :per_token], -1))
+        total = torch.zeros(tokens, hidden, device=device, dtype=torch.float32)
+        for index in range(count):
+            gate, up = F.linear(x, gate_up[index]).chunk(2, dim=1)
+            total += factors[:, index, None] * F.linear(F.silu(gate) * up, down[index]).float()
+        expected.append(total)
+    return _agree(got, expected, dtype)
 
 
 def _sampling(vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

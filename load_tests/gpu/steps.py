@@ -155,7 +155,9 @@ def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
         with torch.inference_mode():
             reference = ReferenceLogits.compute(module, "random", config["max_position_embeddings"])
             model = paged(module, attention_backend=name)
-            differences[name] = reference.difference(model.executor, model.facts.layers)
+            # Rounded scores choose other experts for some tokens.
+            typical = "num_experts" in config and machine.dtype != torch.float32
+            differences[name] = reference.difference(model.executor, model.facts.layers, typical=typical)
     tolerance = TOLERANCE[machine.dtype]
     return {"passed": differences["auto"] <= tolerance, "ratio": differences["auto"] / tolerance, **differences}
 

@@ -122,7 +122,9 @@ def _saved_dtype(files: ModelFiles) -> torch.dtype | None:
     """Return the dtype in a folder's config.json; None for GGUF, or if there is none."""
     try:
         config = json.loads(Path(files.source, "config.json").read_text()) if files.kind == "folder" else {}
-        return DTYPES.get(config.get("dtype") or config.get("torch_dtype") or "")
+        parts = config, config.get("text_config") or {}
+        names = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+        return DTYPES.get(next(filter(None, names), ""))
     except (OSError, ValueError, AttributeError, TypeError):
         return None  # its next reader reports the error
 

@@ -173,8 +173,7 @@ def _attend_tile(
 ):  # fmt: skip
     """Compute one tile of `attend`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    head = tl.program_id(0)
-    row = tl.load(tile_rows + tile)
+    head, row = tl.program_id(0), tl.load(tile_rows + tile)
     if SPLIT:
         begin = tl.load(tile_firsts + row)
         first, split, splits = 0, tile - begin, tl.load(tile_firsts + row + 1) - begin

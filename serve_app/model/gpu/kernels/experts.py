@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def route(
     scores, slots, ids, factors, experts,
     PER_TOKEN: tl.constexpr, RANKS: tl.constexpr, RENORMALISED: tl.constexpr, BLOCK: tl.constexpr,
@@ -55,7 +55,7 @@ def count(ids, counts, pairs, BLOCK: tl.constexpr):
     tl.store(counts + expert, tl.sum(found, 0))
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "most"])
 def arrange(
     ids, counts, order, tiles, num_tiles, pairs, experts, most,
     BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
