@@ -62,7 +62,10 @@ _VALUES: Mapping[str, Any] = {
 }
 _PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "block_types", "layer_type_list")
 """Lists with one entry per layer, made as long as the model has layers."""
-_AXES = dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), [8, 12, 12])
+_AXES = {
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), [8, 12, 12]),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), [16, 24, 24]),
+}
 """Sections of positions that are in the code and not in the default configuration."""
 _TOKENS = ("_token_id", "_token_index", "_token_ids")
 _UNUSED = ("id2label", "label2id", "per_layer_config", "problem_type", "transformers_version")

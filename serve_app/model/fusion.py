@@ -84,6 +84,11 @@ class _SharedProduct:
         self._output: Tensor | None = None
         self._left = 0
 
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self._layer.weight  # type: ignore[assignment]
+        return weight
+
     def output(self, x: Tensor) -> Tensor:
         if self._output is None or self._input is not x:
             self._input, self._output, self._left = x, self._layer(x), self._parts
@@ -108,6 +113,11 @@ class _Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this layer's slice: x [..., in_features] -> [..., end - start], a view."""
         return self._shared.output(x)[..., self._start : self._end]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [end - start, in_features] of this layer."""
+        return self._shared.weight[self._start : self._end]
 
 
 class RMSNorm(nn.Module):

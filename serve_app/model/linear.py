@@ -10,6 +10,7 @@ products use other kernels (matrix times vector). The model pads.
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -58,10 +59,19 @@ class InvariantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b."""
+        return self._multiply(x, self.bias)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The weight [out_features, in_features], unpacked and kept at the first use. Some routers
+        read it instead of calling the layer.
+        """
+        return self._multiply(torch.eye(self.in_features), None).T.contiguous()
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
         if len(self._packed) == 1:
-            return product(x, self._packed[0], self.bias, "none", [], "")
-        bias = self.bias
+            return product(x, self._packed[0], bias, "none", [], "")
         out = None
         for start, packed in zip(range(0, self.in_features, self._width), self._packed, strict=True):
             part = product(x[..., start : start + self._width].contiguous(), packed, bias, "none", [], "")

@@ -22,7 +22,9 @@ def section(title: str) -> str:
     return re.split(r"^## ", PAGE.read_text().partition(f"## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral3", "qwen3_vl", "gpt_neox", "bloom", "bert", "mamba"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "mistral3", "qwen3_vl", "gpt_neox", "hunyuan_v1_moe", "bloom", "bert", "mamba"]
+)
 def test_a_family_does_what_the_page_says(name: str) -> None:
     outcome = try_family(name, LIMIT_S)
     if outcome.path == FAST:

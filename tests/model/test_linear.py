@@ -47,3 +47,12 @@ def test_padding_reaches_the_smallest_product_and_no_further() -> None:
     assert pad_rows(torch.ones(2, dtype=torch.int64)).tolist() == [1, 1] + [0] * (MIN_ROWS - 2)
     many = torch.ones(MIN_ROWS, 2)
     assert pad_rows(many) is many
+
+
+@pytest.mark.parametrize("inputs", [64, 100])
+def test_the_weight_can_be_read_from_a_packed_layer(inputs: int) -> None:
+    """The routers of Hunyuan's and LongCat's experts read it."""
+    weight, bias = torch.randn(24, inputs), torch.randn(24)
+    layer = InvariantLinear(weight, bias)
+    assert torch.equal(layer.weight, weight)
+    assert layer.weight is layer.weight

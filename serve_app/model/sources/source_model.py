@@ -48,6 +48,8 @@ class SourceModel:
     @classmethod
     def _take(cls, module: Any, name: str, max_model_len: int | None) -> "SourceModel":
         transformers_hook.refuse_other_layers(module.config.get_text_config())
+        if module.get_output_embeddings() is None:
+            raise UnsupportedModelError(f"{type(module).__name__} has no head that gives logits")
         module.requires_grad_(False)
         parameter = next(module.parameters())
         max_model_len = _max_model_len(module.config, max_model_len)
