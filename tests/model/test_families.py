@@ -61,18 +61,8 @@ def changes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, None
 
 
-def changed_parts(value: Any) -> Iterator[tuple[str, Any]]:
+def changed_mixture(value: Experts | Stack) -> Iterator[tuple[str, Any]]:
     match value:
-        case Norm():
-            yield "weight", torch.ones_like(value.weight) - value.offset
-            yield "offset", 1.0 - value.offset
-        case Linear():
-            yield "weights", (-value.weights[0], *value.weights[1:])
-            if value.biases:
-                yield "biases", ()
-        case Rotation():
-            yield "cos", value.sin
-            yield "sin", -value.sin
         case Experts():
             yield "per_token", value.per_token - 1
             yield "renormalised", not value.renormalised
@@ -88,6 +78,22 @@ def changed_parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield "bias", None
             if value.interleaved:
                 yield "interleaved", False
+
+
+def changed_parts(value: Any) -> Iterator[tuple[str, Any]]:
+    match value:
+        case Norm():
+            yield "weight", torch.ones_like(value.weight) - value.offset
+            yield "offset", 1.0 - value.offset
+        case Linear():
+            yield "weights", (-value.weights[0], *value.weights[1:])
+            if value.biases:
+                yield "biases", ()
+        case Rotation():
+            yield "cos", value.sin
+            yield "sin", -value.sin
+        case Experts() | Stack():
+            yield from changed_mixture(value)
         case AttentionLayer():
             yield "scale", value.scale * 0.7
             yield "sliding_window", None if value.sliding_window else 4
