@@ -67,8 +67,8 @@ def show(console: Console, recording: Recording) -> None:
     picture = _timeline(recording)
     scale = picture.num_steps / max(20, min(console.width, 140) - 10)
     console.print(
-        f"[dim]{scale:.1f} steps per character   ▒ prefill   ▇ decode   ▃ decode, less than half   · idle   "
-        "[underline]underlined[/underline] has a grammar[/dim]"
+        f"[dim]{scale:.1f} steps per character   ▒ prefill   ▇ decode   ▃ decode in less than half of these steps   "
+        "· idle   [underline]underlined[/underline]: has a grammar[/dim]"
     )
     console.print(draw_terminal(picture, _groups(records), scale), end="")
 

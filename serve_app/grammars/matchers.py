@@ -57,7 +57,7 @@ class Matcher:
         if reason is not None and any(sign in reason for sign in _WRONG_OUTPUT):
             return EngineError(f"the grammar does not allow the output: {reason}")
         if reason is None or "NoExtension" in reason:
-            return InvalidRequestError("the grammar leaves no token to choose", code=Refusal.UNMATCHABLE)
+            return InvalidRequestError("the grammar allows no next token", code=Refusal.UNMATCHABLE)
         return InvalidRequestError(f"the grammar takes too much work: {reason}", code=Refusal.TOO_LARGE)
 
     def consume(self, token_ids: Sequence[int]) -> bool:

@@ -221,7 +221,7 @@ async def _end_frozen_haproxy(manager: Any) -> None:
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S if check.unanswered else _ASK_HAPROXY_S)
         for pid in await asyncio.to_thread(check.look, Path(manager._haproxy.cfg.socket_path)):
-            logger.error("HAProxy (pid %d) is frozen: it has not answered for 2 s, and is ended", pid)
+            logger.error("HAProxy (pid %d) is frozen: no answer for 2 s. It is killed and restarted", pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

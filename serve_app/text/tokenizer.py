@@ -93,7 +93,9 @@ class Tokenizer:
         Added tokens beyond the logits are refused per request: Gemma 3 has one for images.
         """
         if self._num_ordinary > vocab_size:
-            raise ConfigError(f"model: the tokenizer has {self._num_ordinary} ids, but the logits have {vocab_size}")
+            raise ConfigError(
+                f"model: the tokenizer has {self._num_ordinary} ids, but the model has only {vocab_size} logits"
+            )
 
     def check_chat_template(self) -> None:
         """Raise `ConfigError` if the chat template is broken.

@@ -175,7 +175,7 @@ async def test_an_added_token_beyond_the_logits_is_refused_where_it_is_used(tmp_
         body |= {"structured_outputs": {"choice": ["<image_soft_token>"]}, "max_tokens": 32}
         answered = await http.post("/v1/chat/completions", json=body)
         assert answered.json()["choices"][0]["message"]["content"] == "<image_soft_token>"
-    with pytest.raises(ConfigError, match="the tokenizer has 49152 ids, but the logits have 49151"):
+    with pytest.raises(ConfigError, match="the tokenizer has 49152 ids, but the model has only 49151 logits"):
         load_tokenizer(str(folder)).check_fits(WIDTH - 1)
 
 
