@@ -97,7 +97,7 @@ def _name(actor: Actor) -> str:
 
 def _reason(actor: Actor, oom_kills: int) -> str:
     if oom_kills:
-        return f"the kernel ended {oom_kills} process(es) of this machine in the same second, for want of memory"
+        return f"the kernel's OOM killer killed {oom_kills} process(es) on this machine in the same second"
     detail = _DETAIL.search(" ".join(actor.cause.split()))
     return (detail[1] if detail is not None else actor.cause or "no cause given")[:300]
 
