@@ -35,8 +35,8 @@ class Engine(Protocol):
         """Compute one step."""
 
 
-class _Places:
-    """Which requests of a workload may be in flight: see `Workload.lanes`."""
+class _Lanes:
+    """The requests of a workload that may be in flight, by `Workload.lanes`."""
 
     def __init__(self, workload: Workload) -> None:
         self._free = list(workload.lanes)
@@ -44,14 +44,14 @@ class _Places:
         self._waiting = [deque(range(lane, len(workload.items), lanes)) for lane in range(lanes)]
 
     def take(self) -> Iterator[int]:
-        """The requests that may start now."""
+        """Yield the requests that may start now."""
         for lane, numbers in enumerate(self._waiting):
             while numbers and self._free[lane]:
                 self._free[lane] -= 1
                 yield numbers.popleft()
 
-    def give_back(self, number: int) -> None:
-        """This request has been answered."""
+    def release(self, number: int) -> None:
+        """Record that this request has been answered."""
         self._free[number % len(self._free)] += 1
 
 
@@ -61,12 +61,12 @@ def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
     def run(workload: Workload, on_done: OnDone) -> Run:
         prompts = [writer.tokenizer.encode(item.prompt) for item in workload.items]
         results = [RequestResult(item) for item in workload.items]
-        places = _Places(workload)
+        lanes = _Lanes(workload)
         last: dict[int, float] = {}
         """When each request in flight got its latest token or, before its first one, was sent."""
         cpu, start = time.process_time(), time.perf_counter()
         while True:
-            for number in places.take():
+            for number in lanes.take():
                 last[number] = time.perf_counter()
                 results[number].due_s = last[number] - start
                 engine.add(number, prompts[number], results[number].item)
@@ -81,7 +81,7 @@ def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
                     result.e2e_s = now - start - result.due_s
                     result.error = output.error
                     del last[output.number]
-                    places.give_back(output.number)
+                    lanes.release(output.number)
                     on_done(result)
         return Run(workload, tuple(results), time.perf_counter() - start, time.process_time() - cpu)
 

@@ -18,7 +18,7 @@ from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.options import KernelOptions
 
 _DETERMINISTIC = KernelOptions(deterministic=True)
-SEATS = 256
+SLOTS = 256
 """Requests at once."""
 
 
@@ -35,8 +35,8 @@ def ours(
     records: list[StepRecord] = []
     gpu = machine.device.type == "cuda"
     settings = EngineConfig(
-        max_num_seqs=SEATS,
-        max_num_batched_tokens=8192 if gpu else SEATS,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=8192 if gpu else SLOTS,
         kv_cache_gib=None if gpu else 0.05,
         speculation="off",
         overlap=overlap,
@@ -45,8 +45,8 @@ def ours(
     core = EngineCore(paged(module), settings, on_step=records.append)
     start_s = time.perf_counter() - begin
     del module
-    seats = min(SEATS, len(prompts))
-    _run(core, [prompts[0][:8]] * seats, [1 + index * 40 // seats for index in range(seats)], "warm")
+    slots = min(SLOTS, len(prompts))
+    _run(core, [prompts[0][:8]] * slots, [1 + index * 40 // slots for index in range(slots)], "warm")
     records.clear()
     begin = time.perf_counter()
     count = _run(core, prompts, [output] * len(prompts), "run")
@@ -112,7 +112,7 @@ def transformers_rate(
         return took_s
 
     try:
-        run(prompts[: min(len(prompts), SEATS)])
+        run(prompts[: min(len(prompts), SLOTS)])
         return output * len(prompts) / run(prompts)
     finally:
         module.destroy_cached_continuous_batching_manager()
@@ -131,7 +131,7 @@ def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]]
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype=str(machine.dtype).removeprefix("torch."),
-            max_num_seqs=SEATS,
+            max_num_seqs=SLOTS,
             max_model_len=2 * (len(prompts[0]) + output),
             enable_prefix_caching=False,
         )
@@ -144,7 +144,7 @@ def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]]
         _expect(sum(len(result.outputs[0].token_ids) for result in results), output * len(inputs))
         return took_s
 
-    run(prompts[: min(len(prompts), SEATS)])
+    run(prompts[: min(len(prompts), SLOTS)])
     return output * len(prompts) / run(prompts)
 
 

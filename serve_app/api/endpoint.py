@@ -197,7 +197,7 @@ class GenerationResponse(Response):
             n = max(job.body.num_choices, len(job.body.answers_with_odds))
             tickets: list[Ticket] = []
             try:
-                with self._telling_limits(charge):
+                with self._with_limit_headers(charge):
                     charge.begin(job.num_prompts * n)
                     tickets = self._context.admission.reserve(job.num_prompts, n, caller)
                     requests = await job.engine_requests(self._context.cache_salt(job.body.cache_salt, tenant))
@@ -214,10 +214,10 @@ class GenerationResponse(Response):
                         await self._answer(job, generation, pieces, tracker, send, deadline)
             finally:
                 for ticket in tickets:
-                    ticket.release()
+                    ticket.close()
 
     @contextmanager
-    def _telling_limits(self, charge: Charge) -> Iterator[None]:
+    def _with_limit_headers(self, charge: Charge) -> Iterator[None]:
         """Set the rate limit headers when the block ends, with or without an error."""
         try:
             yield
@@ -294,7 +294,7 @@ class GenerationResponse(Response):
         except Exception as error:
             if not events.started:
                 raise
-            tracker.told_error = error
+            tracker.sent_error = error
             end = wire.error(self._told(error), self._request.state.request_id)
         await pieces.aclose()  # free the engine before a send that may block on a slow client
         await events.end(end)

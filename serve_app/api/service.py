@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serve_app.core.admission_queue import Place
+from serve_app.core.admission_queue import AdmissionSlots
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import Pooling
@@ -45,14 +45,15 @@ class RequestContext:
     HTTP layer adds them while the request runs.
     replicas: the engines that had the request, in order. The service adds them while the request
     runs.
-    place: the request's slots. The service lends them while generation is paused for a slow client.
+    slots: the request's admission slots. The service releases them while generation is paused for a
+    slow client.
     """
 
     deadline: float | None = None
     session: str | None = None
     ended_choices: set[int] = field(default_factory=set)
     replicas: list[str] = field(default_factory=list)
-    place: Place | None = None
+    slots: AdmissionSlots | None = None
 
 
 NO_CONTEXT = RequestContext()

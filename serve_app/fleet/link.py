@@ -194,7 +194,7 @@ class ReplicaEnd(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
         self._next: asyncio.Handle = self._loop.call_later(_HANDSHAKE_S, self.abort)
         _notice_loss(transport.get_extra_info("socket"))
         self._server.connected(self)

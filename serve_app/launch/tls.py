@@ -54,7 +54,7 @@ class WatchedKeyPair:
         if state == self._done or state != before:
             return None
         try:
-            self._tell_haproxy(self._install())
+            self._update_haproxy(self._install())
         except ConfigError as error:
             failure = str(error)
             self._done = state
@@ -95,7 +95,7 @@ class WatchedKeyPair:
         named = f"{self._files.certificate} and {self._files.key}"
         return ConfigError(f"http_options: certificate and key ({named}) cannot be used: {reason or error}")
 
-    def _tell_haproxy(self, pem: str) -> None:
+    def _update_haproxy(self, pem: str) -> None:
         """Install the certificate in every running HAProxy. Raises `OSError`."""
         path = self._folder / PEM
         # Ray creates the socket in a subfolder.

@@ -468,15 +468,15 @@ async def test_what_is_let_go_while_its_link_opens_is_forgotten(fleet: Fleet) ->
     assert fleet.sequences() == {"a": 0}
 
 
-class Place:
+class Slots:
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
-    def lend(self) -> None:
-        self.told.append("lent")
+    def release(self) -> None:
+        self.calls.append("release")
 
-    def take_back(self) -> None:
-        self.told.append("taken back")
+    def reclaim(self) -> None:
+        self.calls.append("reclaim")
 
 
 async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with_its_reader(fleet: Fleet) -> None:
@@ -506,11 +506,11 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     (whole,) = await told(fleet.failover, subject)
     fleet.failover.unread = unread = UnreadBytes(max_stream_bytes=20_000)
     num_items = 0
-    place = Place()
-    stream = fleet.failover.generate(subject, deadline=1e9, place=place)
+    slots = Slots()
+    stream = fleet.failover.generate(subject, deadline=1e9, slots=slots)
     deltas = await anext(stream)
     await until(lambda: fleet.in_flight() == {"a": 0} and not server.attempts)
-    assert place.told == ["lent"]
+    assert slots.calls == ["release"]
     assert num_items < 65
     assert 20_000 < unread.held < 40_000
     async for more in stream:
@@ -521,7 +521,7 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     assert set(fleet.losses) == {LossReason.UNREAD}
     # The attempt that had the last token may have been one too much: nothing is to be continued
     # then.
-    told_in_turns = ["lent", "taken back"] * len(fleet.losses)
-    assert place.told in (told_in_turns, [*told_in_turns, "lent"])
+    in_turns = ["release", "reclaim"] * len(fleet.losses)
+    assert slots.calls in (in_turns, [*in_turns, "release"])
     assert unread.held == 0
     assert fleet.sequences() == {"a": 0}
