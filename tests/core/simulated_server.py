@@ -36,7 +36,7 @@ class SimulatedServer:
     return_part: float = 1.0
     now: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
-    told_s: list[float] = field(default_factory=list)
+    retry_after_s: list[float] = field(default_factory=list)
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ended: Counter[str] = field(default_factory=Counter)
     idle_slot_s: float = 0.0
@@ -100,7 +100,7 @@ class SimulatedServer:
         assert refusal.retry_after_s is not None
         client, cost = request.client[0], request.cost
         self.refused[client] += 1
-        self.told_s.append(refusal.retry_after_s)
+        self.retry_after_s.append(refusal.retry_after_s)
         if self.random.random() < self.return_part:
             late = self.random.uniform(0.01, self.late_s)
             self.at(self.now + refusal.retry_after_s + late, lambda: self.arrive(client, cost))

@@ -27,8 +27,8 @@ def test_ten_times_the_capacity_leaves_no_place_idle_and_no_client_behind(
         server.arrivals(client, 10 * server.capacity / len(clients), until=seconds)
     server.run(until=seconds)
     assert server.idle_slot_s <= 0.05 * server.slots * seconds
-    assert len(server.told_s) > seconds
-    assert 1 <= min(server.told_s) <= max(server.told_s) <= 60
+    assert len(server.retry_after_s) > seconds
+    assert 1 <= min(server.retry_after_s) <= max(server.retry_after_s) <= 60
     shares = [server.ended[client] for client in clients]
     assert min(shares) >= 0.8 * max(shares)
 
