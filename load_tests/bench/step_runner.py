@@ -1,5 +1,7 @@
-"""A workload through an engine without a server: closed loop, step by step, each token timed when
-its step ends."""
+"""Runs a workload on an engine without a server: closed loop, with the time of each token.
+
+A token's time is the end of its step.
+"""
 
 import time
 from collections import deque
@@ -15,8 +17,7 @@ from serve_app.workloads.runs import OnDone, Runner
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One request's part of a step: its number, how many tokens it got, whether it ended, and why
-    if it failed."""
+    """One request's part of a step: its number, its tokens, whether it ended, and its error."""
 
     number: int
     tokens: int
@@ -25,11 +26,13 @@ class StepOutput:
 
 
 class Engine(Protocol):
-    """An engine that computes several requests at once, step by step."""
+    """An engine that computes several requests per step."""
 
     def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
-        """One more request: `item`, whose text is these tokens, sampled as it says to exactly its
-        number of tokens."""
+        """Add the request `item` with the tokens of its text.
+
+        It is sampled to exactly its number of tokens.
+        """
 
     def step(self) -> Iterable[StepOutput]:
         """Compute one step."""
@@ -56,14 +59,17 @@ class _Lanes:
 
 
 def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
-    """Feeds an engine in a closed loop; a request's clock starts when the engine gets it."""
+    """Return a runner that feeds an engine in a closed loop.
+
+    A request's clock starts when the engine gets it.
+    """
 
     def run(workload: Workload, on_done: OnDone) -> Run:
         prompts = [writer.tokenizer.encode(item.prompt) for item in workload.items]
         results = [RequestResult(item) for item in workload.items]
         lanes = _Lanes(workload)
         last: dict[int, float] = {}
-        """When each request in flight got its latest token or, before its first one, was sent."""
+        """The time of the latest token of each request in flight, or of its start."""
         cpu, start = time.process_time(), time.perf_counter()
         while True:
             for number in lanes.take():

@@ -50,7 +50,7 @@ class Ask:
 
     @property
     def key(self) -> str:
-        """Return a key that is equal for requests with the same answer, independent of user and
+        """A key that is equal for requests with the same answer, independent of user and
         cache salt."""
         return repr({name: value for name, value in self.body.items() if name not in ("user", "cache_salt")})
 
