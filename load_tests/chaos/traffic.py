@@ -243,7 +243,7 @@ async def send_into(
                 await _read_events(answer, response, on_event, slow_bytes)
             else:
                 answer.retry_after_s = _seconds(response.headers.get("retry-after"))
-                _end(answer, *_told(await response.text(), response.status))
+                _end(answer, *_error_of(await response.text(), response.status))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         _end(answer, Outcome.CUT, f"{type(error).__name__}: {error}")
     finally:
@@ -324,7 +324,7 @@ def _event(answer: Answer, data: dict[str, Any]) -> None:
     answer.last_event_at = now
     answer.events += 1
     if "error" in data:
-        _end(answer, *_told(json.dumps(data), 200))
+        _end(answer, *_error_of(json.dumps(data), 200))
         return
     if (usage := data.get("usage")) is not None:
         answer.num_tokens = usage["completion_tokens"]
@@ -341,7 +341,7 @@ def _event(answer: Answer, data: dict[str, Any]) -> None:
             answer.finish_reasons[index] = choice["finish_reason"]
 
 
-def _told(body: str, status: int) -> tuple[Outcome, str]:
+def _error_of(body: str, status: int) -> tuple[Outcome, str]:
     """Return a typed error, or the answer of a proxy without a backend, as an outcome with text."""
     try:
         error = json.loads(body)["error"]

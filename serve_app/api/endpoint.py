@@ -295,11 +295,11 @@ class GenerationResponse(Response):
             if not events.started:
                 raise
             tracker.sent_error = error
-            end = wire.error(self._told(error), self._request.state.request_id)
+            end = wire.error(self._as_request_error(error), self._request.state.request_id)
         await pieces.aclose()  # free the engine before a send that may block on a slow client
         await events.end(end)
 
-    def _told(self, error: Exception) -> RequestError:
+    def _as_request_error(self, error: Exception) -> RequestError:
         if isinstance(error, RequestError):
             return error
         logger.error("request %s failed in its stream", self._request.state.request_id, exc_info=error)
@@ -309,8 +309,8 @@ class GenerationResponse(Response):
 def _whole_body(job: Job, wire: Wire, choices: Sequence[Choice], generation: Generation) -> bytes:
     answer = wire.whole(choices, generation.usage)
     if job.body.answers_with_odds:
-        for index, told in enumerate(answer["choices"]):
-            told["odds"] = generation.odds[index // (job.body.n or 1)]
+        for index, choice in enumerate(answer["choices"]):
+            choice["odds"] = generation.odds[index // (job.body.n or 1)]
     return orjson.dumps(answer)
 
 

@@ -57,11 +57,11 @@ class DocumentedApi(FastAPI):
         """
         self._bodies.append(body)
         content = {"schema": {"$ref": _REF.format(model=body.__name__)}, "example": example}
-        told: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": content}}}
+        operation: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": content}}}
         if streams:
             answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
-            told["responses"] = {"200": {"content": answers}}
-        return told
+            operation["responses"] = {"200": {"content": answers}}
+        return operation
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document, built on the first call."""

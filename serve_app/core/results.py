@@ -63,7 +63,7 @@ class ModelRunnerOutput:
     - `results[i]`: an entry for each of its tokens.
     - `prompt_results[i]`: an entry for each *next* prompt token that the row's positions predict.
     - `sat_out`: rows that should have sampled but could not yet. Their last token is computed
-      again. `sit_out` has already told the scheduler.
+      again. `sit_out` has already reported them to the scheduler.
     - `forced[i]`: tokens that the grammar forces after `token_ids[i]`, as drafts for the next step.
     - `mask_s`: CPU time of grammar masks since the previous step, in seconds.
     """

@@ -41,7 +41,7 @@ def check_surroundings(temporary: Path) -> None:
 def make_rays_token() -> None:
     """Create Ray's token, readable for this user only.
 
-    With the token, anyone may run code through Ray's ports. Ray itself would write it readable for
+    With the token, any process may run code through Ray's ports. Ray would write it readable for
     every user. Raises `OSError` if it cannot be created.
     """
     token = Path.home() / ".ray" / "auth_token"

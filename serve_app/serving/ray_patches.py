@@ -134,7 +134,7 @@ def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
 class Actor:
     """A row of Ray's table of actors.
 
-    `crashed`: its process or node last ended without being told to.
+    `crashed`: its process or node last ended unexpectedly.
     """
 
     actor_id: str
