@@ -290,7 +290,7 @@ def _shown(value: object) -> str:
 
 
 def _explain(root: type[BaseModel], item: Any) -> str:
-    """One problem in the words of the config file: the key's name first."""
+    """Return one problem as a sentence that begins with the setting's name."""
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] != "extra_forbidden":

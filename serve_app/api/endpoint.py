@@ -315,7 +315,7 @@ def _whole_body(job: Job, wire: Wire, choices: Sequence[Choice], generation: Gen
 
 
 def _most_tokens(request: EngineRequest) -> int:
-    """The maximum number of tokens of the prompt and all choices."""
+    """Return the maximum number of tokens of the prompt and all choices."""
     assert request.params.max_tokens is not None, "the HTTP layer bounds every output"
     return len(request.prompt_token_ids) + request.params.n * request.params.max_tokens
 

@@ -64,7 +64,7 @@ class DocumentedApi(FastAPI):
         return operation
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, built on the first call."""
+        """Return the OpenAPI document, built at the first call."""
         if self.openapi_schema is None:
             self.openapi_schema = self._completed(super().openapi())
         return self.openapi_schema
@@ -82,7 +82,7 @@ class DocumentedApi(FastAPI):
 
 
 def _refusals(path: str, *, with_body: bool) -> dict[str, Any]:
-    """Error responses of `path`, by status."""
+    """Return the error responses of `path`, by status."""
     schema = {"$ref": _REF.format(model="AnthropicError" if is_anthropic(path) else "Error")}
     content = {"application/json": {"schema": schema}}
     retry = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds; an estimate."}}

@@ -36,15 +36,19 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a service needs for a request besides the tokens.
+    """A request's context besides its tokens.
 
     deadline: on `time.monotonic`'s clock, in seconds. The request then ends with
     `RequestTimeoutError`.
+
     session: the client's name for a conversation. Its requests should use the same prefix cache.
+
     ended_choices: choices that ended before the engine ended them (a stop string was found). The
     HTTP layer adds them while the request runs.
+
     replicas: the engines that had the request, in order. The service adds them while the request
     runs.
+
     slots: the request's admission slots. The service releases them while generation is paused for a
     slow client.
     """

@@ -59,7 +59,7 @@ def timeline(
 
 
 def show(console: Console, recording: Recording) -> None:
-    """One replica in the terminal: a summary in numbers, then a line per slot."""
+    """Print one replica: a summary in numbers, then a line per slot."""
     records = recording.records
     console.print(f"\n[bold]replica {recording.replica}[/bold]: {_summary(records)}")
     if not records:
@@ -92,14 +92,16 @@ def _timeline(recording: Recording) -> Timeline:
 
 
 def _groups(records: Sequence[StepRecord]) -> dict[str, int]:
-    """A colour for each request, in order of first appearance."""
+    """Return the colour number of each request, in order of first appearance."""
     names = dict.fromkeys(row.request_id for record in records for row in record.rows)
     return {name: index % len(PALETTE) for index, name in enumerate(names)}
 
 
 def _get(url: str, query: dict[str, str]) -> bytes:
-    """The answer of `/debug/timeline`. Raises `ServeAppError` with the server's or the system's
-    message."""
+    """Return the answer of `/debug/timeline`.
+
+    Raises `ServeAppError` with the server's or the system's message.
+    """
     address = f"{url.rstrip('/')}/debug/timeline?{urlencode(query)}"
     try:
         return fetch(address, timeout_s=_TIMEOUT_S, api_key=client_api_key())

@@ -1,4 +1,4 @@
-"""How fast engine slots become free, and when refused clients should retry. Pure."""
+"""Estimates how fast engine slots become free, and when refused clients should retry. Pure."""
 
 import math
 

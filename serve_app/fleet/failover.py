@@ -58,7 +58,7 @@ class Failover:
 
     @property
     def without_replicas_s(self) -> float:
-        """For how many seconds there has been no replica; 0 if there is one."""
+        """Seconds since there was a replica; 0 if there is one."""
         return self._availability.without_replicas_s
 
     async def generate(

@@ -118,7 +118,7 @@ class TrimmedText:
         return self._shown(self.stops.feed(text) if looks else text)
 
     def interrupt(self) -> str:
-        """Another part starts: return the rest of the text before it."""
+        """Return the rest of the text, because a part of another kind starts."""
         emitted = self._shown(self.stops.flush()) if self._begun else ""
         self._fresh, self._begun, self._space = True, False, []
         return emitted

@@ -235,7 +235,7 @@ class Tokenizer:
         }
 
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary for grammars."""
+        """Return the vocabulary for grammars."""
         return Vocabulary(
             tokens=[self.token_bytes(token_id) for token_id in range(self.vocab_size)],
             special_ids=frozenset(self.special_ids.values()),

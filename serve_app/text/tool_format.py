@@ -17,7 +17,7 @@ from serve_app.core.sampling_params import ThinkingBudget
 
 
 class Dialect(StrEnum):
-    """How arguments are written."""
+    """The syntax of a call's arguments."""
 
     JSON = "json"
     """`{"city": "Rome"}`"""
