@@ -326,7 +326,7 @@ class AsyncEngine:
             self._hand_over(self._fail, [stream], error)
         except Exception:
             logger.exception("taking request %r failed", stream.request_id)
-            self._hand_over(self._fail, [stream], EngineError("the engine failed to take the request"))
+            self._hand_over(self._fail, [stream], EngineError("the engine could not accept the request"))
 
     def _hand_over(self, callback: Callable[..., object], *args: object) -> None:
         """Run `callback` on the event loop. If the loop is closed, the engine ends."""

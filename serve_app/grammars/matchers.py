@@ -27,8 +27,8 @@ def check_has_end(end_ids: Sequence[int], param: str | None = None) -> None:
     """Raise `InvalidRequestError` if no token ends a text: a constrained output could not end."""
     if not end_ids:
         raise InvalidRequestError(
-            "this model has no token that ends a text, in its configuration or its tokenizer: constrained output "
-            "(schemas, grammars, choices, tools) is not available",
+            "constrained output (schemas, grammars, choices, tools) is not available for this model: neither its "
+            "configuration nor its tokenizer defines an end token",
             param=param,
             code=Refusal.UNSUPPORTED,
         )

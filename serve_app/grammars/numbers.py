@@ -152,7 +152,7 @@ def _next(end: float, other: float) -> float:
     if following < _LEAST_ABOVE_ZERO < other:
         return _LEAST_ABOVE_ZERO
     if following < 1e-100:
-        raise NumberError("a range of numbers next to 0 is too narrow")
+        raise NumberError("the range of numbers is too narrow next to 0")
     return following
 
 

@@ -66,7 +66,7 @@ class WatchedKeyPair:
             self._done, self._failure = state, None
             return f"{self._files.certificate} was read again: new connections get it"
         self._failure = failure
-        return f"{failure}; the certificate before stays in force"
+        return f"{failure}; the previous certificate stays in use"
 
     def _state(self) -> _State:
         return tuple(file_state(path) for path in (self._files.certificate, self._files.key))
@@ -114,4 +114,4 @@ class WatchedKeyPair:
             connection.sendall(text.encode())
             answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
         if expected not in answer:
-            raise OSError(f"HAProxy did not take the certificate: {' '.join(answer.split())}")
+            raise OSError(f"HAProxy refused the certificate: {' '.join(answer.split())}")

@@ -56,7 +56,7 @@ class Watch:
         self._note_readiness(now)
         if self._refused_since is None or now - self._refused_since < _MOST_REFUSED_S:
             return None
-        return f"{self._url} has taken no connection for {now - self._refused_since:.0f} s: its proxy does not start"
+        return f"{self._url} has accepted no connection for {now - self._refused_since:.0f} s: its proxy does not start"
 
     def _note_actors(self, *, report: bool) -> None:
         kills, before = _count_oom_kills(), self._oom_kills

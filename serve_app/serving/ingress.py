@@ -156,7 +156,7 @@ class ReplicaService:
         """
         self._auth.check_ready()
         if (name := self._tasks.failing) is not None:
-            raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
+            raise UnavailableError(f"the task {name!r} of this server keeps failing; see its log")
         if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 

@@ -189,7 +189,7 @@ class EngineReplica:
             self._engine.reconfigure(knobs)
             self._metrics.set_knobs(knobs)
         except ConfigError as error:
-            logger.error("user_config is refused, the knobs stay as they were: %s", error)
+            logger.error("user_config is refused; the knobs are unchanged: %s", error)
 
     async def check_health(self) -> None:
         """Raise `RuntimeError` if the engine's thread has ended or its step takes too long."""

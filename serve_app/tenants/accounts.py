@@ -114,7 +114,7 @@ class Charge:
         if tenant.max_sequences is not None:
             if sequences > tenant.max_sequences:
                 raise InvalidRequestError(
-                    f"prompts times `n` are {sequences}, but this API key allows {tenant.max_sequences} at once",
+                    f"prompts times `n` is {sequences}, but this API key allows {tenant.max_sequences} at once",
                     param="n",
                 )
             if account.sequences + sequences > tenant.max_sequences:

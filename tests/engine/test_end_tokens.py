@@ -151,8 +151,8 @@ async def test_without_any_end_constrained_requests_are_refused_by_name(tmp_path
         ):
             refused = await http.post("/v1/chat/completions", json=chat | field)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "grammar_unsupported")
-            assert "no token that ends a text" in refused.json()["error"]["message"]
-    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="no token that ends a text"):
+            assert "nor its tokenizer defines an end token" in refused.json()["error"]["message"]
+    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="nor its tokenizer defines an end token"):
         llm.odds("Well?", ["yes", "no"])
 
 

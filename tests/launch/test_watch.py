@@ -114,4 +114,4 @@ def test_a_port_that_stays_closed_ends_the_server(world: World, monkeypatch: pyt
     world.problem = refused
     lost = world.watch.look()
     assert lost is not None
-    assert lost.startswith("http://x has taken no connection for ")
+    assert lost.startswith("http://x has accepted no connection for ")
