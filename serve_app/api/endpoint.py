@@ -45,7 +45,7 @@ tokenizing."""
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """What every route needs."""
+    """The dependencies of every route."""
 
     service: Service
     admission: AsyncAdmissionQueue

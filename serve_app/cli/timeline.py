@@ -1,7 +1,6 @@
-"""`serve-app timeline`: what a running server's engines did recently, in the terminal and as files.
+"""`serve-app timeline`: the recent steps of a running server, in the terminal or as files.
 
-Decides how the picture fits a terminal. The engines decide what is recorded, the server how files
-look.
+This module draws in the terminal. The engines record the steps, and the server draws the files.
 """
 
 import json

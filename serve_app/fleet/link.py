@@ -1,6 +1,6 @@
 """The link: one TCP connection per ingress and replica, for requests and all their outputs.
 
-A call through a Ray handle takes 2 ms beside a busy engine, and over 1 ms of the ingress's CPU
+A call through a Ray handle takes 2 ms while the engine is busy, and over 1 ms of the ingress's CPU
 time. Each streamed item costs 0.6 ms more. On a link, a request is one message, and everything that
 the engine flushes at once is one message. Ray starts and monitors the replicas, and gives the
 ingress their links' addresses.

@@ -1,9 +1,9 @@
-"""What the reader of one request has received, so that any replica can continue from there.
+"""The output that the reader of one request has received; enough for any replica to continue.
 
 Decides which of an attempt's outputs are new. Repeated prompt results, and choices that have
 finished, are dropped, so that the reader sees one stream. Tokens are never dropped: tokens that do
-not start where the known ones end are an error of the attempt (`TokenGapError`). Knows neither
-replicas nor time.
+not start where the known ones end are an error of the attempt (`TokenGapError`). Independent of
+replicas and time.
 """
 
 from collections import Counter
