@@ -183,8 +183,8 @@ def window(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Batches by size or by time (max_batch_size, max_wait_time) and continuous batching, for random
-    arrivals.
+    """Batches by size or by time (max_batch_size, max_wait_time), and continuous batching, for
+    random arrivals.
 
     Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """
