@@ -11,7 +11,7 @@ def computed(phase: str) -> str:
 
 
 ADMISSION: Row = (
-    "Who runs and who waits",
+    "Running and waiting",
     [
         lines(
             "Running",
@@ -29,7 +29,7 @@ ADMISSION: Row = (
         ),
         lines(
             "Waiting-served ratio",
-            "What the admission gate compares with engine.waiting_served_ratio; the fleet's, with the queue",
+            "Compared with engine.waiting_served_ratio by the admission gate; the fleet's includes the queue",
             "none",
             (f'serve_app_waiting_served_ratio{{scope="", {ENGINE}}}', "{{replica}}"),
             ('serve_app_waiting_served_ratio{scope="fleet"}', "fleet"),
@@ -37,7 +37,7 @@ ADMISSION: Row = (
     ],
 )
 STEP: Row = (
-    "What a step computes",
+    "Steps",
     [
         lines(
             "Computed tokens",
@@ -75,17 +75,17 @@ STEP: Row = (
         ),
         lines(
             "Sampled tokens",
-            "Per second; prompt chunks compute tokens without sampling any",
+            "Per second; most prompt chunks sample no token",
             "none",
             (total_rate("serve_app_sampled_tokens_total", ENGINE, by="replica"), "{{replica}}"),
             stacked=True,
         ),
         lines(
             "Speculation",
-            "Per second: tokens guessed and computed beside the next one, and those that were right",
+            "Draft tokens per second, and the accepted ones",
             "none",
-            (total_rate("serve_app_draft_tokens_total", ENGINE), "guessed"),
-            (total_rate("serve_app_accepted_tokens_total", ENGINE), "right"),
+            (total_rate("serve_app_draft_tokens_total", ENGINE), "drafts"),
+            (total_rate("serve_app_accepted_tokens_total", ENGINE), "accepted"),
         ),
         spread(
             "Steps by tokens", "Steps per second by tokens packed into them", "none", "serve_app_batch_tokens", ENGINE
@@ -98,26 +98,26 @@ GRAMMARS: Row = (
     [
         lines(
             "Constrained rows",
-            "Per second: rows of steps that sampled by a grammar; tokens that a grammar left no choice about",
+            "Per second: rows that sampled with a grammar, and forced tokens (the only ones that a grammar allowed)",
             "none",
             (total_rate("serve_app_constrained_rows_total", ENGINE), "rows"),
             (total_rate("serve_app_forced_tokens_total", ENGINE), "forced tokens"),
         ),
         lines(
             "Grammar masks",
-            "Processor time per second, in a thread beside the model's",
+            "CPU time per second, in a separate thread",
             "s",
             (total_rate("serve_app_grammar_mask_seconds_total", ENGINE, by="replica"), "{{replica}}"),
         ),
         lines(
             "Building grammars",
-            "At the ingress, before the request goes on",
+            "At the ingress, before the request is sent to an engine",
             "s",
             *quantiles("serve_app_grammar_build_seconds"),
         ),
         lines(
             "Constraints refused",
-            "Per second: too large, no grammar, not to be enforced, or without any text",
+            "Per second: too large, invalid, not enforceable, or without a matching text",
             "none",
             (total_rate("serve_app_grammar_refusals_total", by="reason"), "{{reason}}"),
         ),
@@ -128,9 +128,9 @@ MEMORY: Row = (
     [
         lines(
             "KV pool",
-            "Blocks: held by requests; free, but still holding a prefix; free",
+            "Blocks: in use by requests; free with a cached prefix; free",
             "none",
-            (f"sum(serve_app_kv_blocks_used{{{ENGINE}}})", "held"),
+            (f"sum(serve_app_kv_blocks_used{{{ENGINE}}})", "used"),
             (f"sum(serve_app_kv_blocks_cached{{{ENGINE}}})", "cached"),
             (
                 f"sum(serve_app_kv_blocks_total{{{ENGINE}}} - serve_app_kv_blocks_used{{{ENGINE}}} "
@@ -141,7 +141,7 @@ MEMORY: Row = (
         ),
         lines(
             "Prefix hits",
-            "Part of the admitted requests' tokens that was in the cache",
+            "Share of the admitted requests' tokens found in the prefix cache",
             "percentunit",
             (
                 f"{total_rate('serve_app_prefix_cache_hit_tokens_total', ENGINE)} "
@@ -152,7 +152,7 @@ MEMORY: Row = (
         ),
         lines(
             "Preemptions",
-            "Requests per second that gave their blocks up and are computed again",
+            "Requests per second whose blocks were freed and which are computed again",
             "none",
             (total_rate("serve_app_preemptions_total", ENGINE, by="replica"), "{{replica}}"),
         ),

@@ -8,7 +8,7 @@ REQUESTS = total_rate("serve_app_requests_total")
 
 
 def part_of_requests(outcome: str) -> str:
-    """Those that ended so, as a part of all requests."""
+    """Return the query of the share of requests with this outcome."""
     ended = total_rate("serve_app_requests_total", f'outcome="{outcome}"')
     return f"{ended} / {REQUESTS}"
 
@@ -16,20 +16,20 @@ def part_of_requests(outcome: str) -> str:
 NOW: Row = (
     "Now",
     [
-        number("Requests", "Received and not ended", "none", "sum(serve_app_requests_active)"),
+        number("Requests", "Queued and running", "none", "sum(serve_app_requests_active)"),
         number("In the queue", "Sequences", "none", "sum(serve_app_ingress_queue_depth)"),
         number("Replicas", "Engines that answer", "none", 'sum(up{job="serve_app", deployment="EngineReplica"})'),
         number("Output", "Tokens per second", "none", total_rate("serve_app_output_tokens_total")),
         number("First token, p95", "From arrival at the ingress", "s", quantile(0.95, TTFT, AT_INGRESS)),
-        number("Failed", "Part of all requests", "percentunit", part_of_requests("failed")),
+        number("Failed", "Share of all requests", "percentunit", part_of_requests("failed")),
     ],
 )
 USERS: Row = (
     "Users",
     [
         lines(
-            "Requests by how they ended",
-            "invalid: the client's fault. overloaded: refused. cancelled: the client left.",
+            "Requests by outcome",
+            "invalid: bad input. overloaded: refused. cancelled: the client disconnected.",
             "reqps",
             (total_rate("serve_app_requests_total", by="outcome"), "{{outcome}}"),
             stacked=True,
@@ -43,7 +43,7 @@ USERS: Row = (
         ),
         lines(
             "Tokens",
-            "Per second; a prompt's count when its request ends",
+            "Per second; a prompt's tokens count when its request ends",
             "none",
             (total_rate("serve_app_output_tokens_total"), "output"),
             (total_rate("serve_app_prompt_tokens_total"), "prompt"),
@@ -55,34 +55,34 @@ LATENCY: Row = (
     [
         lines(
             "Time to first token",
-            "From a request's arrival at the ingress, its time in the queue included",
+            "From a request's arrival at the ingress, including its time in the queue",
             "s",
             *quantiles(TTFT, AT_INGRESS),
             span=QUARTER,
         ),
         lines(
             "Between tokens",
-            "Of one choice, at the ingress; tokens that come together share the time since the last",
+            "Of one choice, at the ingress; the tokens of one event share its interval",
             "s",
             *quantiles(_BETWEEN_TOKENS),
             span=QUARTER,
         ),
         lines(
             "In the queue",
-            "Until the turn came",
+            "Until admission",
             "s",
             *quantiles("serve_app_queue_wait_seconds"),
             span=QUARTER,
         ),
         lines(
             "Whole request",
-            "Completed ones",
+            "Completed requests",
             "s",
             *quantiles("serve_app_request_seconds"),
             span=QUARTER,
         ),
         spread("First tokens", "Requests per second by time to first token", "s", TTFT, AT_INGRESS),
-        spread("Times between tokens", "Tokens per second by the time since the last", "s", _BETWEEN_TOKENS),
+        spread("Times between tokens", "Tokens per second by the time since the previous token", "s", _BETWEEN_TOKENS),
     ],
 )
 ERRORS: Row = (
@@ -90,20 +90,20 @@ ERRORS: Row = (
     [
         lines(
             "Failed and refused",
-            "Part of all requests",
+            "Share of all requests",
             "percentunit",
             (part_of_requests("failed"), "failed"),
             (part_of_requests("overloaded"), "refused"),
         ),
         lines(
             "Refusals by reason",
-            "For want of room or time; nothing while there were none",
+            "For lack of capacity or time",
             "reqps",
             (total_rate("serve_app_refusals_total", by="reason"), "{{reason}}"),
         ),
         lines(
             "Failovers by reason",
-            "Attempts per second that a replica lost; their requests went on elsewhere",
+            "Attempts per second that a replica lost; their requests continued on other replicas",
             "none",
             (total_rate("serve_app_failovers_total", by="reason"), "{{reason}}"),
         ),
@@ -114,7 +114,7 @@ SATURATION: Row = (
     [
         lines(
             "Sequences",
-            "Where they are",
+            "Running and waiting",
             "none",
             ("sum(serve_app_requests_running)", "running"),
             ("sum(serve_app_requests_waiting)", "waiting in engines"),
@@ -124,14 +124,14 @@ SATURATION: Row = (
         ),
         lines(
             "Waiting-served ratio of the fleet",
-            "Waiting sequences, the ingress's queue included, for each running one",
+            "Waiting sequences, including the ingress's queue, per running sequence",
             "none",
             ('max(serve_app_waiting_served_ratio{scope="fleet"})', "fleet"),
             span=QUARTER,
         ),
         lines(
             "Fullest KV pool",
-            "Part of its blocks that requests hold; a full one preempts",
+            "Share of its blocks in use by requests; a full pool preempts requests",
             "percentunit",
             ("max(serve_app_kv_blocks_used / serve_app_kv_blocks_total)", "fullest"),
             span=QUARTER,
@@ -139,7 +139,7 @@ SATURATION: Row = (
         ),
         lines(
             "Engines busy",
-            "Part of the last ten seconds spent in steps",
+            "Share of the last ten seconds spent in steps",
             "percentunit",
             ("avg(serve_app_engine_busy_ratio)", "mean"),
             ("max(serve_app_engine_busy_ratio)", "busiest"),
@@ -153,14 +153,14 @@ KEYS: Row = (
     [
         lines(
             "Tokens by key",
-            "Per second, prompts and outputs, as the ledger counts them",
+            "Per second, prompts and outputs, as in the ledger",
             "none",
             (total_rate("serve_app_key_tokens_total", 'kind=~"prompt|output"', by="key"), "{{key}}"),
             stacked=True,
         ),
         lines(
             "Requests by key",
-            "By how they ended",
+            "By outcome",
             "reqps",
             (total_rate("serve_app_key_requests_total", by="key, outcome"), "{{key}}, {{outcome}}"),
             stacked=True,

@@ -1,16 +1,16 @@
-"""The dashboard of the replicas: the load of each, its hardware, who came and went."""
+"""The dashboard of the replicas: load, hardware, failovers."""
 
 from grafana.panels import ENGINE, HALF, QUARTER, TTFT, Row, lines, quantile, total_rate
 
 LOAD: Row = (
-    "Load of each",
+    "Load",
     [
         lines(
             "Running",
-            "Running sequences, and how many may run",
+            "Running sequences, and their limit",
             "none",
             (f"serve_app_requests_running{{{ENGINE}}}", "{{replica}} on {{node}}"),
-            (f"serve_app_max_num_seqs{{{ENGINE}}}", "at most, {{replica}}"),
+            (f"serve_app_max_num_seqs{{{ENGINE}}}", "limit, {{replica}}"),
         ),
         lines(
             "Output",
@@ -20,14 +20,14 @@ LOAD: Row = (
         ),
         lines(
             "Busy",
-            "Part of time spent in steps",
+            "Share of time spent in steps",
             "percentunit",
             (total_rate("serve_app_engine_busy_seconds_total", ENGINE, by="replica"), "{{replica}}"),
             highest=1,
         ),
         lines(
             "KV pool",
-            "Part of the blocks that requests hold",
+            "Share of the blocks in use by requests",
             "percentunit",
             (f"serve_app_kv_blocks_used{{{ENGINE}}} / serve_app_kv_blocks_total{{{ENGINE}}}", "{{replica}}"),
             highest=1,
@@ -49,7 +49,7 @@ LOAD: Row = (
 
 
 def used(what: str) -> str:
-    """Part of what the device can do that steps made use of, while they ran."""
+    """Return the query of the share of the device's limit that steps use while they run."""
     done = total_rate(f"serve_app_step_{what}_total", ENGINE, by="replica")
     busy = total_rate("serve_app_engine_busy_seconds_total", ENGINE, by="replica")
     return f"{done} / {busy} / sum by (replica) (serve_app_device_{what}_per_second{{{ENGINE}}})"
@@ -60,23 +60,23 @@ HARDWARE: Row = (
     [
         lines(
             "Processor",
-            "Cores that each process uses",
+            "CPU cores in use by each process",
             "none",
             ('rate(process_cpu_seconds_total{job="serve_app"}[$__rate_interval])', "{{deployment}} {{replica}}"),
             span=QUARTER,
         ),
         lines(
             "Memory",
-            "Resident memory of each process, and how full its buffers are",
+            "Resident memory of each process, its buffers and their limits",
             "bytes",
             ('process_resident_memory_bytes{job="serve_app"}', "{{deployment}} {{replica}}"),
             ("sum by (kind) (serve_app_held_bytes)", "{{kind}}"),
-            ("sum by (kind) (serve_app_held_bytes_limit)", "{{kind}}, at most"),
+            ("sum by (kind) (serve_app_held_bytes_limit)", "{{kind}}, limit"),
             span=QUARTER,
         ),
         lines(
             "GPU busy",
-            "Part of time, as NVML counts it; nothing without a GPU",
+            "Share of time, as reported by NVML; empty without a GPU",
             "percentunit",
             (f"serve_app_gpu_utilization_ratio{{{ENGINE}}}", "{{replica}} GPU {{gpu}}"),
             span=QUARTER,
@@ -84,7 +84,7 @@ HARDWARE: Row = (
         ),
         lines(
             "GPU memory",
-            "Part in use; nothing without a GPU",
+            "Share in use; empty without a GPU",
             "percentunit",
             (
                 f"serve_app_gpu_memory_used_bytes{{{ENGINE}}} / serve_app_gpu_memory_total_bytes{{{ENGINE}}}",
@@ -96,19 +96,19 @@ HARDWARE: Row = (
     ],
 )
 EFFICIENCY: Row = (
-    "How well steps use it",
+    "Efficiency",
     [
         lines(
             "Memory bandwidth",
-            "Weights, keys and values read in a step's time, as a part of a copy's rate at start; decodes come near 1",
+            "Weights, keys and values read per step time, relative to a copy's rate at start; near 1 for decodes",
             "percentunit",
             (used("bytes"), "{{replica}}"),
             span=HALF,
         ),
         lines(
             "Arithmetic",
-            "Operations in a step's time, as a part of a large product's rate at start; long prompts come near 1, "
-            "products in 8 bits may go beyond",
+            "Operations per step time, relative to a large product's rate at start; near 1 for long prompts, "
+            "perhaps above 1 in 8 bits",
             "percentunit",
             (used("flops"), "{{replica}}"),
             span=HALF,
@@ -116,7 +116,7 @@ EFFICIENCY: Row = (
     ],
 )
 FAILOVER: Row = (
-    "Coming and going",
+    "Failover",
     [
         lines(
             "Processes that answer",
@@ -127,7 +127,7 @@ FAILOVER: Row = (
         ),
         lines(
             "Failovers",
-            "Attempts that a replica lost, and replicas that were taken for stalled and answered later",
+            "Attempts that a replica lost, and replicas that were considered stalled but answered later",
             "none",
             ("sum by (reason) (increase(serve_app_failovers_total[$__rate_interval]))", "{{reason}}"),
             ("sum(increase(serve_app_false_alarms_total[$__rate_interval]))", "false alarms"),
@@ -136,18 +136,18 @@ FAILOVER: Row = (
         ),
         lines(
             "Replayed tokens",
-            "Per second: known tokens of such requests, which another replica computes again",
+            "Per second: known tokens of these requests, which another replica computes again",
             "none",
             (total_rate("serve_app_replayed_tokens_total"), "replayed"),
             span=QUARTER,
         ),
         lines(
             "The ingress",
-            "Sequences handed to engines, tasks of its event loop, errors of those that last, unusable files",
+            "Sequences in engines, tasks of its event loop, errors of background tasks, unusable files",
             "none",
             ("serve_app_ingress_requests_ongoing", "ongoing"),
             ("serve_app_ingress_tasks", "tasks"),
-            ("increase(serve_app_task_errors_total[$__rate_interval])", "errors of lasting tasks"),
+            ("increase(serve_app_task_errors_total[$__rate_interval])", "errors of background tasks"),
             ("serve_app_keys_file_invalid", "keys file invalid"),
             ("serve_app_ledger_unusable", "ledger unusable"),
             span=QUARTER,

@@ -122,8 +122,8 @@ def ray_temporary_folder() -> str:
 
 def has_ray_token() -> bool:
     """Whether Ray's token is not read from the user's home folder, or not required."""
-    told = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-    return any(os.environ.get(name) for name in told) or os.environ.get("RAY_AUTH_MODE") == "disabled"
+    variables = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    return any(os.environ.get(name) for name in variables) or os.environ.get("RAY_AUTH_MODE") == "disabled"
 
 
 def proxies_are_named() -> bool:

@@ -58,7 +58,7 @@ class RequestError(ServeAppError):
         self.retry_after_s = retry_after_s
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain data that `from_wire` turns back into the same error."""
+        """Return plain data from which `from_wire` makes an equal error."""
         return {
             "error": type(self).__name__,
             "message": self.message,
@@ -180,13 +180,15 @@ _WIRE_TYPES: dict[str, type[RequestError]] = {
 
 
 def from_wire(data: dict[str, Any]) -> RequestError:
-    """The error that `RequestError.to_wire` described; an unknown name becomes an `EngineError`."""
+    """Return the error that `RequestError.to_wire` described; `EngineError` for an unknown name."""
     cls = _WIRE_TYPES.get(data["error"], EngineError)
     return cls(data["message"], param=data["param"], code=data["code"], retry_after_s=data["retry_after_s"])
 
 
 def one_line(error: BaseException, *, kind: bool = False) -> str:
-    """The error's text in one line of at most 300 characters, after its class name if `kind`; or
-    the name only."""
+    """Return the error's text in one line of at most 300 characters, or its name if it has no text.
+
+    kind: put the class name in front.
+    """
     name, text = type(error).__name__, " ".join(str(error).split())[:300]
     return (f"{name}: {text}" if kind else text) if text else name

@@ -223,21 +223,19 @@ class Settings(_Frozen):
         return self.max_replicas * self.max_ongoing_per_replica
 
     @property
-    def num_places(self) -> int:
-        """Requests that may be in engines, or wait at the ingress for one."""
+    def max_requests(self) -> int:
+        """Maximum number of requests that are in engines or wait at the ingress."""
         return self.max_ongoing_requests + self.ingress.max_queued_requests
 
     @property
     def ingress_requests(self) -> int:
-        """Requests that the ingress has at once: all places, as many bodies under way, and a
-        reserve.
+        """Maximum number of HTTP requests in the ingress: `max_requests`, as many whose body is
+        still arriving, and a reserve.
 
-        Streams cannot take the reserve, as what has no place is refused; it is for refusals, and
-        for requests that
-        take no place (models, metrics, tokenize). Bodies that are still to come take none of it
-        either.
+        The reserve serves refusals, and requests that need no slot (models, metrics, tokenize).
+        Streams cannot use it, because requests beyond `max_requests` are refused.
         """
-        return 2 * self.num_places + self.ingress.max_unfinished_per_source + _SPARE_REQUESTS
+        return 2 * self.max_requests + self.ingress.max_unfinished_per_source + _SPARE_REQUESTS
 
     @model_validator(mode="after")
     def _check_replicas(self) -> "Settings":
@@ -254,8 +252,7 @@ class Settings(_Frozen):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_in_one_line(cls, data: Any, handler: ModelWrapValidatorHandler["Settings"]) -> "Settings":
-        """Turn pydantic's report into a `ConfigError` of one line, which also survives a trip
-        through Ray's logs."""
+        """Raise pydantic's errors as a one-line `ConfigError`, which Ray's logs keep whole."""
         if not isinstance(data, Settings | Mapping):
             raise ConfigError(f"the application's args must be a mapping of settings, got {_shown(data)}")
         try:
@@ -265,7 +262,7 @@ class Settings(_Frozen):
 
 
 def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(key, default, meaning) of every setting, in the order of the tree."""
+    """Yield (key, default, meaning) of every setting, in the order of the tree."""
     for name, field in model.model_fields.items():
         section = _section(field)
         if section is None or field.default is None:
@@ -276,13 +273,13 @@ def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 
 
 def suggest(key: str, known: list[str]) -> str:
-    """In brackets: which of the `known` keys `key` probably should be."""
+    """Return a hint in brackets: the most similar of the `known` keys, or all of them."""
     close = difflib.get_close_matches(key, known, n=1)
     return f"(did you mean `{close[0]}`?)" if close else f"(known: {', '.join(known)})"
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The part of the tree that stands under `field`, which may be optional."""
+    """Return the settings model of `field`, which may be optional; None if it is a single value."""
     kinds = get_args(field.annotation) or (field.annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
@@ -293,7 +290,7 @@ def _shown(value: object) -> str:
 
 
 def _explain(root: type[BaseModel], item: Any) -> str:
-    """One problem in the words of the config file: the key's name first."""
+    """Return one problem as a sentence that begins with the setting's name."""
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] != "extra_forbidden":

@@ -1,10 +1,9 @@
-"""Autoscaling on this machine: a server with `autoscaling`, a locust ramp against it, and the
-replicas over time.
+"""Autoscaling on this machine: a locust ramp against a server, and its replicas over time.
 
     python -m load_tests.bench.autoscaling --users 24 --ramp-s 120 --json autoscaling.json
 
-Decides the load and what is sampled. Exits with 1 when the replicas did not go up under the ramp
-and down after it, or when locust saw a failure.
+The exit status is 1 if the replicas did not scale up under the ramp and down after it, or if locust
+had a failure.
 """
 
 import json
@@ -45,7 +44,7 @@ class Sample:
 
 
 def sample(base_url: str, began: float) -> Sample:
-    """Sample the server's own figures."""
+    """Return a sample of the server's own figures."""
     replicas = [
         replica for replica in json.loads(fetch(f"{base_url}/debug/replicas", timeout_s=30)) if not replica["leaving"]
     ]
@@ -65,14 +64,15 @@ def sample(base_url: str, began: float) -> Sample:
 
 
 def changes(samples: list[Sample]) -> Iterator[Sample]:
-    """The samples at which the number of replicas had changed, and the first and the last."""
+    """Yield the first and the last sample, and those at which the number of replicas had
+    changed."""
     for before, now in zip([None, *samples], samples, strict=False):
         if before is None or before.replicas != now.replicas or now is samples[-1]:
             yield now
 
 
 def show(samples: list[Sample]) -> Table:
-    """The samples as a table."""
+    """Return the samples as a table."""
     table = Table("after s", "replicas", "queued", "waiting", "running", "KV usage", title="Autoscaling under a ramp")
     for item in changes(samples):
         row = (item.seconds, item.replicas, item.queued, item.waiting, item.running, item.kv_usage)
@@ -90,8 +90,8 @@ def main(
     port: int = 8000,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures to this file")] = None,
 ) -> None:
-    """Serve with one replica to `max_replicas`, run a locust ramp, wait until one replica is
-    left."""
+    """Serve with one replica to `max_replicas`, run a locust ramp, wait until one replica
+    is left."""
     config = yaml.safe_load((_REPOSITORY / "deploy" / "config.yaml").read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["args"] = {
@@ -128,8 +128,10 @@ def main(
 
 
 def _ramp(base_url: str, users: int, seconds: float, began: float, samples: list[Sample]) -> int:
-    """Run locust's ramp and sample the server meanwhile; locust's exit status, which is 1 when a
-    request failed."""
+    """Run locust's ramp and sample the server.
+
+    Return locust's exit status, 1 if a request failed.
+    """
     command = [sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--shape", "ramp"]
     command += ["-u", str(users), "-t", f"{seconds:g}s", "--host", base_url, "--pace", "2", "--exit-code-on-error", "1"]
     # Replicas start while the queue grows: what counts here is that all are answered, not how soon.

@@ -1,20 +1,17 @@
-"""What constraints cost, and what they save.
+"""The cost of constraints, and what they save.
 
     python -m load_tests.bench.constrained_cost grammars --json FILE
     python -m load_tests.bench.constrained_cost engine --json FILE
-    python -m load_tests.bench.constrained_cost servers --contestants serve_app,vllm_bfloat16 --json
-    FILE
+    python -m load_tests.bench.constrained_cost servers --contestants serve_app --json FILE
 
-`grammars`: processor time to build, check and walk a grammar that comes for the first time.
-`engine`, without a server: decoding of 16 rows of which 0, 1 or 16 follow a grammar, without
-speculation; and one user's nested order with its grammar and without, speculation on in both, the
-text forced to be the same.
-`servers`, over HTTP: the first token without a schema, with one of 30 nested fields that is known,
-and with one that comes for the first time; then tokens per second of 1 and 16 users, with and
-without a grammar.
+`grammars`: CPU time to build, check and walk a new grammar. `engine`, without a server: decoding of
+16 rows of which 0, 1 or 16 have a grammar, without speculation; and one user's nested order with
+and without its grammar, with speculation in both and the same forced text. `servers`, over HTTP:
+TTFT without a schema, with a known one of 30 nested fields, and with a new one; then tokens per
+second of 1 and 16 users, with and without a grammar.
 
-What is compared takes turns, round after round; the first round is a warm-up. Figures are medians
-over the rounds.
+Measurements take turns over several rounds; the first round is a warm-up. Figures are medians over
+the rounds.
 """
 
 import asyncio
@@ -87,7 +84,7 @@ ORDER = _object(
         "note": _TEXT,
     }
 )
-"""The nested order."""
+"""Schema of the nested order."""
 AN_ORDER = {
     "id": "3f2b8c1e-9d47-4a60-8b15-c7e0d2f4a913",
     "created_at": "2026-11-23T14:05:00Z",
@@ -103,11 +100,11 @@ AN_ORDER = {
     "note": "Please leave it with the porter.",
 }
 ENDLESS = {"type": "array", "items": ORDER, "minItems": 100}
-"""No answer to it ends by itself while it is measured."""
+"""Schema whose answers do not end during a measurement."""
 
 
 def thirty_fields(number: int) -> dict[str, Any]:
-    """A nested schema of 30 fields that differs from those of other numbers."""
+    """Return a nested schema of 30 fields that differs from those of other numbers."""
     groups = {
         f"group_{group}": _object({f"field_{number}_{group}_{i}": _TEXT if i % 2 else _SKU for i in range(5)})
         for group in range(5)
@@ -116,8 +113,10 @@ def thirty_fields(number: int) -> dict[str, Any]:
 
 
 def _turns(rounds: int, measures: Mapping[str, Callable[[int], float]]) -> dict[str, Any]:
-    """Medians of measures that take turns, and their ratios to the first one's; the round before is
-    a warm-up."""
+    """Return medians of measures that take turns, and their ratios to the first one.
+
+    One round is a warm-up.
+    """
     values: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
         for name, measure in measures.items():
@@ -139,8 +138,7 @@ def _first_time_ms(schema: Callable[[int], dict[str, Any]], number: int) -> floa
 
 
 def measure_grammars(rounds: int) -> dict[str, Any]:
-    """The figures of the command `grammars`; every round brings schemas that were not there
-    before."""
+    """Return the figures of command `grammars`. Every round has new schemas."""
     fields: dict[str, Callable[[int], dict[str, Any]]] = {
         "3 fields": lambda n: _object({f"a{n}": _TEXT, "b": {"type": "integer"}, "c": {"type": "boolean"}}),
         "30 fields": thirty_fields,
@@ -159,21 +157,21 @@ def measure_grammars(rounds: int) -> dict[str, Any]:
 
 
 class Dictated:
-    """A sampler that works as always, and then says a given text instead. For one request at a
-    time."""
+    """A sampler that samples as usual but then returns a given text. For one request at a time."""
 
     def __init__(self, inner: TokenSampler, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         self._inner, self._token_ids, self._num_prompt_tokens = inner, token_ids, num_prompt_tokens
 
     def __call__(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> PendingSample:
-        """See `TokenSampler`."""
+        """Sample like `TokenSampler`."""
         self._inner(hidden, rows, history).resolve()
         last = len(self._token_ids) - 1
         return Sampled([self._token_ids[min(int(n) - self._num_prompt_tokens, last)] for n in rows.num_tokens])
 
 
 def decode_rate(core: EngineCore, grammar: str, constrained: int, seed: int) -> float:
-    """Tokens per second while all rows decode, the first `constrained` of them by the grammar."""
+    """Return tokens per second while all rows decode, the first `constrained` of them with the
+    grammar."""
     rng = Random(seed)
     for row in range(ROWS):
         ids = tuple(rng.randrange(1000, core.info.vocab_size) for _ in range(CONTEXT))
@@ -196,7 +194,7 @@ def decode_rate(core: EngineCore, grammar: str, constrained: int, seed: int) -> 
 
 
 def dictated_rate(core: EngineCore, prompt: Sequence[int], num_tokens: int, grammar: str | None) -> float:
-    """Tokens per second of one user's answer, the first token's time left out."""
+    """Return tokens per second of one user's answer, without the first token's time."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, grammar=grammar)
     core.add(EngineRequest("order", tuple(prompt), params))
     tokens, start = 0, 0.0
@@ -210,7 +208,7 @@ def dictated_rate(core: EngineCore, prompt: Sequence[int], num_tokens: int, gram
 
 
 def measure_engine(config: EngineConfig, tokenizer: Tokenizer, rounds: int) -> dict[str, Any]:
-    """The figures of the command `engine`."""
+    """Return the figures of command `engine`."""
     if config.num_threads is not None:
         set_num_threads(config.num_threads)
     model = load_model(config.model)
@@ -240,7 +238,7 @@ def measure_engine(config: EngineConfig, tokenizer: Tokenizer, rounds: int) -> d
 
 
 def constrained(server: Server, schema: dict[str, Any]) -> Server:
-    """The same server, asked for JSON of this schema."""
+    """Return the same server with requests for JSON of this schema."""
     more = {"structured_outputs": {"json": schema}, "stream_options": {"include_usage": True}}
     return replace(server, extra_body={**server.extra_body, **more}, extensions=False)
 
@@ -268,8 +266,7 @@ def users_rate(server: Server, writer: PromptWriter, users: int, what: str, seed
 
 
 def measure_server(server: Server, writer: PromptWriter, rounds: int) -> dict[str, Any]:
-    """The figures of one server; first tokens are measured four times as often, as they are over
-    soon."""
+    """Return the figures of one server. TTFT is measured four times as often, since it is short."""
     known = constrained(server, thirty_fields(0))
     endless = constrained(server, ENDLESS)
     first: dict[str, Callable[[int], float]] = {
@@ -295,13 +292,13 @@ _CONFIG = Path("deploy/config.yaml")
 
 @app.command(name="grammars")
 def grammars_command(rounds: Rounds = 5, json_file: JsonFile = None) -> None:
-    """Schemas that the server has not met, in this process."""
+    """Measure new schemas in this process."""
     _report({"grammars": measure_grammars(rounds)}, json_file)
 
 
 @app.command()
 def engine(config: Config = _CONFIG, rounds: Rounds = 5, json_file: JsonFile = None) -> None:
-    """The engine that a replica of the config would have, in this process."""
+    """Measure the engine of the config's replicas in this process."""
     from serve_app.serving.engine_config import engine_config
 
     settings = Settings.model_validate(yaml.safe_load(config.read_text())["applications"][0]["args"])
@@ -319,7 +316,8 @@ def servers(
     rounds: Rounds = 5,
     json_file: JsonFile = None,
 ) -> None:
-    """Servers with vLLM's `structured_outputs`, one after another, each near its defaults."""
+    """Measure servers with vLLM's `structured_outputs`, one after another, each near its
+    defaults."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     peers, names = PeerFolder(folder.absolute()), contestants.split(",")
     missing = set_up(peers, list(dict.fromkeys(need for name in names for need in CONTESTANTS[name].needs)))
@@ -327,7 +325,7 @@ def servers(
     for name in names:
         command = CONTESTANTS[name].make(peers, config)
         if not isinstance(command, ServerCommand):
-            raise typer.BadParameter(f"{name} is no server", param_hint="--contestants")
+            raise typer.BadParameter(f"{name} is not a server", param_hint="--contestants")
         try:
             if reason := next((missing[need] for need in CONTESTANTS[name].needs if need in missing), None):
                 raise RuntimeError(reason)
@@ -339,12 +337,12 @@ def servers(
 
 
 def _report(figures: dict[str, Any], json_file: Path | None) -> None:
-    table = Table("who", "figure", "what", "median", "beside the first")
-    for who, found in figures.items():
+    table = Table("contestant", "figure", "case", "median", "ratio to the first case")
+    for name, found in figures.items():
         for figure, medians in found.items():
             rows = medians.items() if isinstance(medians, dict) else [(medians, {})]
             for what, row in rows:
-                table.add_row(who, figure, what, *map(str, row.values()))
+                table.add_row(name, figure, what, *map(str, row.values()))
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")

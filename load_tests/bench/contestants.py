@@ -1,10 +1,8 @@
-"""Who is measured: our server in its ways to start, our engine without a server, and the peers near
-their defaults.
+"""The contestants: our server in several modes, our engine without a server, and the peers.
 
-Decides how each is started and spoken to; installs nothing (see `peer_setup`) and measures nothing
-(see `peers`).
-A peer runs 16 sequences at once, the fewest that ours may choose, and beside it stands the same
-peer with its own default (`NAME_defaults`). All get 4,096 tokens of context for each sequence.
+Defines how each is started and called. `peer_setup` installs them, `peers` measures them. Each peer
+runs 16 sequences at once, the minimum that our server may choose, and once more with its own
+default (`NAME_defaults`). All get 4,096 tokens of context per sequence.
 """
 
 import json
@@ -30,8 +28,7 @@ _QUIET_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT
 
 @dataclass(frozen=True, slots=True)
 class OfflineCommand:
-    """How to run requests without a server: a command that takes `--workloads` and the like, see
-    `offline`."""
+    """A command that runs requests without a server, with the options of `offline`."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -42,12 +39,11 @@ Command = ServerCommand | OfflineCommand
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One line of the table. `make(folder, config)` says how to start it; `config` is the Serve
-    config ours begin with.
+    """One line of the table. `make(folder, config)` returns its command.
 
-    needs: installations of `peer_setup`. exact: its weights have 16 bits or more. engine: it
-    batches continuously but runs without a server, so ours with a server are not compared with it,
-    and ours without one only with such.
+    config: the Serve config that ours are derived from. needs: installations of `peer_setup`.
+    exact: its weights have 16 bits or more. engine: it batches continuously but runs without a
+    server; servers are compared with servers, and engines with engines.
     """
 
     what: str
@@ -59,7 +55,7 @@ class Contestant:
 
 
 def write_config(source: Path, target: Path, port: int, **args: Any) -> None:
-    """The Serve config `source` on another port, with other `args` of the application."""
+    """Write the Serve config `source` with another port and other `args` of the application."""
     config = yaml.safe_load(source.read_text())
     config.setdefault("http_options", {})["port"] = port
     config["applications"][0]["args"] |= args
@@ -69,7 +65,8 @@ def write_config(source: Path, target: Path, port: int, **args: Any) -> None:
 def _ours(
     name: str, start: tuple[str, ...], environment: Mapping[str, str], kind: str | None = None, **args: Any
 ) -> Any:
-    """kind: of the peers' GGUF file that is to be served; None: the config's model."""
+    """Return a contestant of ours. kind: of the peers' GGUF file to serve; None: the config's
+    model."""
 
     def make(folder: PeerFolder, config: Path) -> ServerCommand:
         path, port = folder.path / f"{name}.yaml", free_port()
@@ -106,9 +103,10 @@ def _openvino(kind: str, max_num_seqs: int | None) -> Any:
 
 
 def _llama(kind: str, *options: str) -> Any:
-    """llama-server with every core, and memory for 16 sequences; how many it runs at once, and
-    flash
-    attention, are its own choice unless the options say so."""
+    """Return llama-server with every core and memory for 16 sequences.
+
+    Its number of sequences and flash attention are its own choice unless the options set them.
+    """
 
     def make(folder: PeerFolder, _config: Path) -> ServerCommand:
         port, cores = free_port(), str(os.cpu_count())
@@ -120,7 +118,8 @@ def _llama(kind: str, *options: str) -> Any:
 
 
 def _vllm(dtype: str, max_num_seqs: int | None) -> Any:
-    """vLLM with every core bound by hand and the two libraries preloaded that its manual asks for.
+    """Return vLLM with every core bound by hand and the two libraries that its manual recommends
+    preloaded.
 
     tcmalloc is the system's (Debian: libtcmalloc-minimal4); without it the preload leaves it out.
     """
@@ -145,9 +144,11 @@ def _vllm(dtype: str, max_num_seqs: int | None) -> Any:
 
 
 def _transformers(folder: PeerFolder, _config: Path) -> ServerCommand:
-    """`transformers serve`: it refuses fields it does not know and takes the number of tokens, and
-    how to sample
-    them, in a JSON string."""
+    """Return `transformers serve`.
+
+    It refuses unknown fields, and takes the number of tokens and sampling parameters in a JSON
+    string.
+    """
     port, model = free_port(), str(folder.model)
     command = [str(folder.environment("transformers") / "bin/transformers"), "serve", model, "--continuous-batching"]
     command += ["--device", "cpu", "--dtype", "float32", "--attn-implementation", "sdpa"]
@@ -293,5 +294,8 @@ CONTESTANTS: dict[str, Contestant] = {
     **dict(_vllm_contestants()),
     **dict(_other_contestants()),
 }
-"""In the order in which they run: our engine comes between our servers, whose path it measures, and
-the other engine, because machines drift."""
+"""All contestants in the order in which they run.
+
+Our engine runs between our servers, for comparison with them, and the other engine, because
+machines drift.
+"""

@@ -1,8 +1,7 @@
-"""How long the engine's steps take, without a server: one decode step with several batch sizes, one
-prefill step.
+"""Duration of the engine's steps without a server: decode with several batch sizes, and prefill.
 
-The modes take turns, round after round, so that drift and other load on the machine affect them
-alike. CPU time is reported beside wall time: on a busy machine it says more.
+The modes take turns, round after round, so that drift and other load affect them equally. CPU time
+is reported beside wall time, because it is more reliable on a busy machine.
 
     python -m load_tests.bench.engine_steps --modes torch,none,int8,bfloat16 --json FILE
 """
@@ -38,13 +37,13 @@ PREFILL = 512
 
 @dataclass
 class Times:
-    """Milliseconds of each step."""
+    """Durations of steps in milliseconds."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """Median and minimum."""
+        """Return median and minimum."""
         return {
             "wall_median_ms": round(statistics.median(self.wall), 2),
             "wall_min_ms": round(min(self.wall), 2),
@@ -66,7 +65,7 @@ def request(rng: Random, tokens: int, max_tokens: int) -> EngineRequest:
 
 
 def measure(core: EngineCore, rng: Random, found: dict[str, Times]) -> None:
-    """One round: prefill, then decode with each number of rows."""
+    """Run one round: prefill, then decode with each number of rows."""
     core.add(request(rng, PREFILL, 1))
     timed_step(core, found[f"prefill of {PREFILL} tokens"])
     for rows in DECODE_ROWS:
@@ -82,7 +81,7 @@ def measure(core: EngineCore, rng: Random, found: dict[str, Times]) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--modes", default=",".join(MODES), help=f"some of {', '.join(MODES)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

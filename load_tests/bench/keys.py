@@ -1,13 +1,12 @@
-"""What keys cost and what they keep, on servers that this starts itself.
+"""The cost of API keys and their guarantees, on servers that this command starts.
 
-    python -m load_tests.bench.keys cost --repeats 6 --json cost.json       # with keys and a
-    ledger, and without
-    python -m load_tests.bench.keys shares --minutes 5 --json shares.json   # weights 1 : 2, and 600
-    tokens a minute
+    python -m load_tests.bench.keys cost --repeats 6 --json cost.json
+    python -m load_tests.bench.keys shares --minutes 5 --json shares.json
 
-Exits with 1 where a promise is missed: decode at most 1 % slower, the first token at most 0.3 ms
-later; shares within
-5 % of the weights while both queue, the limit used to 95 % and never passed by more than a request.
+`cost`: with and without keys and a ledger. `shares`: weights 1 : 2, and a limit of 600 tokens a
+minute. The exit status is 1 if a target is missed: decode at most 1 % slower, TTFT at most 0.3 ms
+later; shares within 5 % of the weights while both queue, the limit used to 95 % and exceeded by at
+most one request.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ Results = dict[str, dict[str, Any]]
 
 _CONFIG = Path(__file__).parents[2] / "deploy" / "config.yaml"
 _LIMITS = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "tokens_per_day": 10**10, "max_sequences": 10**4}
-"""Never reached, but all looked at."""
+"""Limits that are checked but never reached."""
 _LIMIT = 600
 _SHARES: Keys = {"light": {"weight": 1}, "heavy": {"weight": 2}, "limited": {"weight": 4, "tokens_per_minute": _LIMIT}}
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 16
@@ -65,7 +64,7 @@ def cost(
     config: Config = _CONFIG,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode and first token of a server with a keys file, every limit and a ledger, over one
+    """Measure decode and TTFT of a server with a keys file, every limit and a ledger, and
     without."""
     writer = open_writer("default")
     kinds: dict[str, Keys] = {"without": {}, "with keys": {"bench": _LIMITS}}
@@ -96,7 +95,7 @@ def shares(
     config: Config = _CONFIG,
     json_file: JsonFile = None,
 ) -> None:
-    """Open-loop load of three keys, and what the ledger says that each of them got."""
+    """Send open-loop load of three keys. The ledger shows the share of each."""
     writer = open_writer("default")
     with tempfile.TemporaryDirectory(prefix="keys-") as scratch:
         folder = Path(scratch, "server")
@@ -120,7 +119,7 @@ def shares(
 
 
 def cost_faults(without: Results, with_keys: Results) -> list[str]:
-    """What keys cost beyond what is promised, by medians; also requests that failed."""
+    """Return the costs beyond the targets, by medians, and failed requests."""
     faults = [
         f"{name}: requests failed or had the wrong length"
         for results in (without, with_keys)
@@ -139,8 +138,10 @@ def cost_faults(without: Results, with_keys: Results) -> list[str]:
 
 
 def share_figures(lines: Iterable[Line], seconds: float) -> dict[str, Any]:
-    """From the lines of the ledger of a run of so many seconds: requests count when they came,
-    tokens as charged."""
+    """Return the shares of a run of `seconds` from its ledger lines.
+
+    Requests count at their arrival, tokens as charged.
+    """
     charged: dict[str, list[tuple[float, int]]] = {key: [] for key in _SHARES}
     for line in lines:
         if line["key"] in charged:
@@ -161,7 +162,7 @@ def share_figures(lines: Iterable[Line], seconds: float) -> dict[str, Any]:
 
 
 def share_faults(figures: Mapping[str, Any]) -> list[str]:
-    """What the keys did not get, or got beyond their limit."""
+    """Return the targets that the keys' shares or limits miss."""
     faults = []
     if abs(figures["heavy_over_light"] / 2 - 1) > 0.05:
         faults.append(f"heavy got {figures['heavy_over_light']} times what light got, not 2")
@@ -211,7 +212,7 @@ def _show(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) 
 
 
 def _finish(report: dict[str, Any], faults: list[str], json_file: Path | None) -> None:
-    """Write the report; end with status 1 if there are faults."""
+    """Write the report. The exit status is 1 if there are faults."""
     report = {"circumstances": circumstances(), **report, "faults": faults}
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,13 +1,12 @@
-"""The requests of a workload without a server: through our engine, OpenVINO GenAI's, and batched
-`generate`.
+"""A workload's requests without a server: our engine, OpenVINO GenAI's, and batched `generate`.
 
     python -m load_tests.bench.offline engine   --workloads decode,single --json FILE
     python -m load_tests.bench.offline openvino --workloads decode --gguf FILE --json FILE
     python -m load_tests.bench.offline generate --workloads decode --json FILE
 
-`engine` shows what HTTP and Ray cost: the same engine as in a replica, fed with token ids in this
-process. `openvino` is an engine that has no server, fed by the same loop. `generate` is the usual
-first attempt at batching: static padded batches of 16. Sends nothing over HTTP (see `peers`).
+`engine` runs a replica's engine on token ids in this process: the difference to `peers` is the cost
+of HTTP and Ray. `openvino` runs an engine without a server in the same loop. `generate` is the
+usual first attempt at batching: static padded batches of 16.
 """
 
 import gc
@@ -62,10 +61,10 @@ class OurEngine:
 
 
 def generate_runner(generator: PaddedGenerator, writer: PromptWriter) -> Runner:
-    """Runs batches of at most 16 in the workload's order: with users who take turns, a batch is one
-    turn of each.
+    """Return a runner of batches of at most 16, in the workload's order.
 
-    Tokens are seen only when their batch ends, so there are no latencies.
+    If users take turns, a batch is one turn of each. Tokens arrive when their batch ends, so there
+    are no latencies.
     """
 
     def run(workload: Workload, on_done: OnDone) -> Run:
@@ -108,7 +107,7 @@ def _report(
 
 
 def _read_settings(config: Path) -> Settings:
-    """The settings of the config's application, read without Ray."""
+    """Return the settings of the config's application, read without Ray."""
     return Settings.model_validate(yaml.safe_load(config.read_text())["applications"][0]["args"])
 
 
@@ -122,7 +121,7 @@ def engine(
     wait_quiet: WaitQuiet = 0.0,
     json_file: JsonFile = None,
 ) -> None:
-    """The requests through the engine that a replica of the config would have, in this process."""
+    """Run the requests in this process through the engine of the config's replicas."""
     from serve_app.serving.engine_config import engine_config
 
     settings = _read_settings(config)
@@ -142,8 +141,8 @@ def openvino(
     wait_quiet: WaitQuiet = 0.0,
     json_file: JsonFile = None,
 ) -> None:
-    """The requests through OpenVINO GenAI's continuous batching, in this process; its packages must
-    be on the path."""
+    """Run the requests in this process through OpenVINO GenAI, whose packages must be on
+    the path."""
     from load_tests.bench.openvino_engine import OpenVinoEngine
 
     writer = open_writer("default")
@@ -158,7 +157,7 @@ def generate(
     wait_quiet: WaitQuiet = 0.0,
     json_file: JsonFile = None,
 ) -> None:
-    """The requests through `model.generate` in float32, in static padded batches of 16."""
+    """Run the requests through `model.generate` in float32, in static padded batches of 16."""
     settings = _read_settings(config)
     writer = open_writer(settings.model)
     run = generate_runner(PaddedGenerator(settings.model, "float32", "cpu"), writer)

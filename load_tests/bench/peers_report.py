@@ -1,12 +1,12 @@
-"""What a comparison with the peers says: the table, our ratios over every peer and over the best,
-the picture.
+"""The report of a comparison with the peers: table, ratios over every peer and over the best,
+picture.
 
-Decides which figure of a workload counts and whom ours are compared with; measures nothing.
+Defines which figure of a workload counts and which contestants are compared; measures nothing.
 
-A ratio is ours over a peer's, which is named beside it: above 1 is good for rates, below 1 for
-times. Our servers are compared with servers, our engine with engines; with unquantized weights
-against the peers that have such too, as they come against all. A peer counts in a row if it
-answered every request of it, each with the right number of tokens.
+A ratio is ours divided by the named peer's: above 1 is better for rates, below 1 for times. Our
+servers are compared with servers, our engine with engines. Contestants with unquantized weights are
+compared with such peers, and also with all. A peer counts in a row if it answered every request,
+each with the right number of tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ _LIGHT_BLUE, _LIGHT_ORANGE = "#7FB8D8", "#F2CF80"
 _ENGINE = "engine"
 _FIRST_TOKEN = "first_token"
 _UNITS = {"prefill": "input tokens/s", _FIRST_TOKEN: "median ms to the first token"}
-"""Of the picture's bars, where they are not output tokens per second."""
+"""Units of the picture's bars that are not output tokens per second."""
 
 Figures = Mapping[str, Any]
 
 
 @dataclass
 class Entry:
-    """What one contestant did. `reason`: why something, or everything, is missing."""
+    """The results of one contestant. `reason`: why some or all are missing."""
 
     contestant: Contestant
     ready_s: list[float] = field(default_factory=list)
@@ -42,33 +42,33 @@ class Entry:
     reason: str | None = None
 
     def add(self, workload: str, run: Figures) -> None:
-        """One more run."""
+        """Add one run."""
         self.runs.setdefault(workload, []).append(run)
 
     def median(self, workload: str) -> Figures | None:
-        """Of each figure; None if the workload did not run."""
+        """Return the median of each figure; None if the workload did not run."""
         runs = self.runs.get(workload)
         return median_of([dict(run) for run in runs]) if runs else None
 
     def errors(self, workload: str) -> int:
-        """Requests of all runs that failed, or whose prompt or answer had the wrong length."""
+        """Return the number of requests of all runs that failed or had a wrong length of prompt or
+        answer."""
         kinds = ("failures", "wrong_length", "prompt_mismatch")
         return sum(run[kind] for run in self.runs.get(workload, ()) for kind in kinds)
 
     @property
     def is_clean(self) -> bool:
-        """Everything ran, and every answer was right."""
+        """Whether everything ran and every answer was right."""
         return self.reason is None and not any(map(self.errors, self.runs))
 
     @property
     def pss_mib(self) -> float | None:
-        """Memory of all its processes, shared pages counted once: the most that was seen after a
-        run."""
+        """The maximum memory of its processes after a run, shared pages counted once."""
         return max((run["server_pss_mib"] for runs in self.runs.values() for run in runs), default=None)
 
     @property
     def median_ready_s(self) -> float | None:
-        """Seconds from its start until it was ready."""
+        """The median of the seconds from start until ready."""
         return sorted(self.ready_s)[len(self.ready_s) // 2] if self.ready_s else None
 
 
@@ -86,8 +86,8 @@ class Standing:
 
 
 def rate(workload: str, figures: Figures) -> float:
-    """The workload's tokens per second: of the prompts where prompts are nearly all there is, else
-    of the answers."""
+    """Return the workload's tokens per second: prompt tokens if nearly all tokens are, else output
+    tokens."""
     return float(figures["prompt_tok_s" if workload == "prefill" else "output_tok_s"])
 
 
@@ -100,12 +100,12 @@ def _figure(name: str, workload: str, figures: Figures) -> float | None:
 
 
 _CLOSE = 1.25
-"""How far apart two figures of one machine may come to be because it drifts."""
+"""Drift: two figures of one machine may differ by this factor."""
 _BEST = {"tok/s": max, "TTFT p50 ms": min, "ITL p99 ms": min}
 
 
 def standings(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Iterator[Standing]:
-    """Every figure of ours that has a peer's to be compared with, against the best one."""
+    """Yield every figure of ours that has a peer's, compared with the best peer's."""
     for workload in workloads:
         for name, entry in entries.items():
             ours = entry.median(workload)
@@ -120,7 +120,7 @@ def standings(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Iterato
 
 
 def _rivals(entries: Mapping[str, Entry], workload: str, one: Contestant) -> dict[str, Figures]:
-    """The medians of the peers with whom a contestant is compared in this workload."""
+    """Return the medians of the peers with which a contestant is compared in this workload."""
     return {
         name: median
         for name, entry in entries.items()
@@ -142,7 +142,7 @@ def _best(peers: Mapping[str, Figures], figure: str, workload: str) -> tuple[str
 
 
 def ratios(entries: Mapping[str, Entry], workload: str) -> dict[str, dict[str, float]]:
-    """Tokens per second of each of ours over each of its peers': by our contestant, then by
+    """Return tokens per second of each of ours over each of its peers': by contestant, then by
     peer."""
     return {
         name: {
@@ -155,10 +155,11 @@ def ratios(entries: Mapping[str, Entry], workload: str) -> dict[str, dict[str, f
 
 
 def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[str]:
-    """Return the peers that decide nothing.
+    """Return the peers that do not affect the result.
 
-    Compared with peers of their kind, they are in no row within a quarter of the most tokens per
-    second, and best in no other figure."""
+    Compared with peers of their kind, they reach 80 % of the highest tokens per second in no row,
+    and are best in no other figure.
+    """
     contenders: set[str] = set()
     peers = {name: entry for name, entry in entries.items() if not entry.contestant.ours and entry.runs}
     for workload in workloads:
@@ -172,10 +173,10 @@ def far_behind(entries: Mapping[str, Entry], workloads: Sequence[str]) -> set[st
 
 
 def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
-    """What HTTP and Ray cost each of our servers that runs the engine which also ran alone.
+    """Return the cost of HTTP and Ray for each of our servers whose engine also ran alone.
 
-    decode_share: the part of the engine's tokens per second that is lost; first_token_ms: what a
-    single user's first token takes longer.
+    decode_share: the lost share of the engine's tokens per second. first_token_ms: the additional
+    TTFT of a single user.
     """
     costs: dict[str, dict[str, float]] = {}
     if _ENGINE not in entries:
@@ -195,7 +196,7 @@ def path_costs(entries: Mapping[str, Entry]) -> dict[str, dict[str, float]]:
 
 
 def figures(entries: Mapping[str, Entry], workloads: Sequence[str]) -> dict[str, Any]:
-    """Everything as plain data."""
+    """Return everything as plain data."""
     return {
         "contestants": {
             name: {
@@ -219,7 +220,7 @@ def figures(entries: Mapping[str, Entry], workloads: Sequence[str]) -> dict[str,
 
 
 def print_tables(console: Console, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
-    """All of it for people."""
+    """Print all tables."""
     console.print(_measured(entries, workloads))
     console.print(_over_each(entries, workloads))
     console.print(_compared(entries, workloads))
@@ -257,7 +258,7 @@ def _measured(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
 
 
 def _over_each(entries: Mapping[str, Entry], workloads: Sequence[str]) -> Table:
-    """Tokens per second of ours over each peer's."""
+    """Return the table of our tokens per second over each peer's."""
     ours = [name for name, entry in entries.items() if entry.contestant.ours]
     table = Table("workload", "peer", *(f"{name} over it" for name in ours))
     for workload in workloads:
@@ -298,8 +299,11 @@ def _number(value: float | None) -> str:
 
 
 def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> None:
-    """A panel for each workload: a bar for each contestant's median, a dot for each run, and above
-    them ours over the best peer, with its name; overwrites `path`."""
+    """Draw a panel for each workload and write it to `path`.
+
+    It has a bar for each contestant's median, a dot for each run, and above them our ratio over the
+    best peer, with its name.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -335,7 +339,7 @@ def draw(path: Path, entries: Mapping[str, Entry], workloads: Sequence[str]) -> 
 
 
 def _versus(entries: Mapping[str, Entry], workload: str) -> list[str]:
-    """A line for each of ours: the figure of the bars over the best peer's, and who that is."""
+    """Return a line for each of ours: its ratio over the best peer, and the peer's name."""
     figure = "TTFT p50 ms" if workload == _FIRST_TOKEN else "tok/s"
     return [
         f"{one.contestant}: {one.ratio:.2f}x {one.peer}"

@@ -1,5 +1,4 @@
-"""How much a mode that rounds changes the model: KL divergence, agreement of the likeliest token,
-perplexity.
+"""The change of the model by a quantized mode: KL divergence, top-1 agreement, perplexity.
 
 Both modes run on one text in windows of `--window` tokens, each position predicting the next token.
 The text is the long descriptions of the installed packages, in order of their names, so that the
@@ -31,9 +30,11 @@ MODES = {"int8": ModelOptions(quantization="int8"), "bfloat16": ModelOptions(dty
 
 @dataclass
 class Quality:
-    """Means over all positions, and the largest KL divergence. KL is that of the quantized model's
-    distribution from the exact one's, in nats; `top1` is the share of positions where the likeliest
-    token is the same."""
+    """Means over all positions, and the largest KL divergence.
+
+    KL divergence: of the quantized model's distribution from the exact one's, in nats. `top1`:
+    share of positions with the same likeliest token.
+    """
 
     positions: int
     kl_mean: float
@@ -45,8 +46,7 @@ class Quality:
 
 
 def corpus(model: str, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of the text. Raises `ValueError` when the descriptions are
-    shorter."""
+    """Return the first `num_tokens` tokens of the text. Raises `ValueError` if it is shorter."""
     tokenizer = load_tokenizer(model)
     ids: list[int] = []
     names = sorted({dist.metadata["Name"] for dist in importlib.metadata.distributions()}, key=str.lower)
@@ -62,7 +62,7 @@ def corpus(model: str, num_tokens: int) -> list[int]:
 
 
 def window_logits(model: PagedModel, ids: list[int]) -> Iterator[Tensor]:
-    """Logits of all positions, some rows at a time."""
+    """Yield the logits of all positions, some rows at a time."""
     blocks = list(range(1, 2 + len(ids) // model.block_size))
     positions = torch.arange(len(ids))
     batch = AttentionBatch([0, len(ids)], [len(ids)], block_matrix([blocks]), positions + model.block_size)
@@ -98,7 +98,7 @@ def compare(exact: PagedModel, quantized: PagedModel, ids: list[int], window: in
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="default")
     parser.add_argument("--mode", choices=MODES, default="int8")

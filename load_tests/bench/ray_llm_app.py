@@ -1,8 +1,7 @@
-"""Ray Serve LLM with its vLLM engine on the CPU, in the foreground: `ray_llm_app.py MODEL_FOLDER
-PORT ENGINE_JSON`.
+"""Runs Ray Serve LLM with its vLLM engine on the CPU: `ray_llm_app.py MODEL_FOLDER PORT
+ENGINE_JSON`.
 
-Runs in an environment of its own (see `peer_setup`), so it imports nothing of ours. Ends with
-SIGTERM.
+Runs in its own environment (`peer_setup`), so it imports no module of ours. SIGTERM ends it.
 """
 
 import json
@@ -26,7 +25,7 @@ _FORWARDED = (
 
 
 def main(model: str, port: int, engine: dict[str, Any]) -> None:
-    """Serve until a signal comes. `engine`: arguments of vLLM's engine."""
+    """Serve until a signal arrives. `engine`: arguments of vLLM's engine."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Sockets' paths must be short.
     with tempfile.TemporaryDirectory(prefix="ray-llm-", dir="/tmp") as scratch:

@@ -1,11 +1,10 @@
-"""Our router beside two of Ray's, in front of the same engine replicas, on requests that share
-prefixes.
+"""Our router and two of Ray's in front of the same replicas, on requests that share prefixes.
 
     python -m load_tests.bench.routing --json FILE
 
-24 prefixes of 512 tokens, 4 requests each, shuffled, on 3 replicas. Each router gets a server of
-its own, one after another. Decides the workload and the two figures that count: the prefix hit rate
-(the share of prompt tokens found in the engines' prefix caches) and the time to first token.
+24 prefixes of 512 tokens, 4 requests each, shuffled, on 3 replicas. Each router gets its own
+server, one after another. Compared are the prefix hit rate (the share of prompt tokens found in the
+engines' prefix caches) and TTFT.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ Report = dict[str, Any]
 
 
 def build_prefix_groups(writer: PromptWriter, repeat: int, concurrency: int) -> Workload:
-    """The requests of all prefixes, shuffled in an order that depends on the repeat alone."""
+    """Return the requests of all prefixes, shuffled by the repeat's number."""
     rng = Random(f"prefix-groups-{repeat}")
     prompts = []
     for _ in range(_PREFIXES):
@@ -63,7 +62,7 @@ def build_prefix_groups(writer: PromptWriter, repeat: int, concurrency: int) -> 
 
 
 def parse_counters(page: str) -> dict[str, dict[str, float]]:
-    """The two prefix cache counters of each replica, from the ingress's `/metrics`."""
+    """Return the two prefix cache counters of each replica, from the ingress's `/metrics`."""
     counters: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -73,8 +72,8 @@ def parse_counters(page: str) -> dict[str, dict[str, float]]:
 
 
 def prefix_figures(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The hit rate between two samples, and the share of all prompt tokens that went to the busiest
-    replica."""
+    """Return the hit rate between two samples, and the busiest replica's share of the prompt
+    tokens."""
     growth = {name: {key: after[name][key] - before[name][key] for key in (_HITS, _QUERIES)} for name in after}
     queries = [one[_QUERIES] for one in growth.values()]
     hits = sum(one[_HITS] for one in growth.values())
@@ -82,7 +81,7 @@ def prefix_figures(before: dict[str, dict[str, float]], after: dict[str, dict[st
 
 
 def measure(router: str, config: dict[str, Any], writer: PromptWriter, repeats: int, concurrency: int) -> list[Report]:
-    """Start one router's server, measure, and stop it; a summary per repeat."""
+    """Start one router's server, measure, and stop it. Return a summary per repeat."""
     console.print(f"[bold]{router}[/bold]")
     with tempfile.TemporaryDirectory() as folder:
         base_url = f"http://127.0.0.1:{config['http_options']['port']}"
@@ -113,8 +112,7 @@ def _measure_once(client: Server, workload: Workload, writer: PromptWriter, serv
 
 
 def first_token_figures(run: Run) -> dict[str, float | None]:
-    """Mean and percentiles of the time to first token, in milliseconds; None when no token
-    arrived."""
+    """Return mean and percentiles of TTFT in milliseconds; None if no token arrived."""
     times = [result.ttft_s for result in run.results if result.ttft_s is not None]
     values = {"mean": mean(times) if times else None} | {f"p{p}": percentile(times, p) for p in (50, 99)}
     return {f"ttft_{name}_ms": None if value is None else round(1000 * value, 1) for name, value in values.items()}
@@ -125,11 +123,12 @@ def _page(base_url: str) -> str:
 
 
 def make_config(model: str) -> dict[str, Any]:
-    """Three replicas on loopback, each with room for all prefixes, on a free port."""
+    """Return a config of three replicas on loopback, each with room for all prefixes, on a free
+    port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # As many places in each replica whatever its steps take: Ray's routers go by places.
+    # A fixed number of slots per replica, because Ray's routers count slots.
     engine = {"kv_cache_gib": 1.0, "max_num_seqs": 16}
     args = {"model": model, "device": "cpu", "num_replicas": _REPLICAS, "engine": engine}
     return {
@@ -141,13 +140,13 @@ def make_config(model: str) -> dict[str, Any]:
 
 
 def totals(runs: Sequence[Report]) -> dict[str, float]:
-    """The means over the repeats of the figures that are compared."""
+    """Return the means of the compared figures over the repeats."""
     keys = ("hit_rate", "busiest_share", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "seconds", "foreign_cores")
     return {key: round(mean(run[key] for run in runs), 4) for key in keys}
 
 
 def show(results: dict[str, list[Report]]) -> Table:
-    """One row per router."""
+    """Return the table, with one row per router."""
     table = Table("router", "prefix hit rate", "TTFT mean ms", "p50", "p99", "seconds", "busiest replica", "foreign")
     for router, runs in results.items():
         figures = totals(runs)
@@ -163,8 +162,7 @@ def show(results: dict[str, list[Report]]) -> Table:
 
 
 def verdict(results: dict[str, list[Report]]) -> list[str]:
-    """The expectations that were missed, in words; none when our router beats power of two as it
-    should."""
+    """Return the expectations that were missed, as sentences."""
     faults = [
         f"{router}: {run['failures']} failed, {run['wrong_length']} of wrong length {run['errors']}"
         for router, runs in results.items()

@@ -1,10 +1,9 @@
-"""Ray's own routers in front of our engine, for comparison: applications to name as `import_path`
-in a Serve config.
+"""Ray's own routers in front of our engine, as applications for `import_path` in a Serve config.
 
-Decides nothing about routing. Ray's routers place calls of a Ray handle, so here each request is a
-streaming call instead of a message on our link, without failover, which the comparison does not
-need. Ray's prefix-aware router is used without its package, whose import requires vLLM or SGLang;
-it compares texts, so it is given one character per token.
+Ray's routers route calls of a Ray handle, so here each request is a streaming call instead of a
+message on our link, without failover, which the comparison does not need. Ray's prefix-aware router
+is used without its package, whose import requires vLLM or SGLang. It compares texts, so it gets one
+character per token.
 """
 
 import asyncio
@@ -42,8 +41,10 @@ _FIRST_SURROGATE, _NUM_SURROGATES = 0xD800, 0x800
 
 
 def _import_prefix_router() -> Any:
-    """Ray's class, loaded from its two files alone; it is pickled by value for processes that
-    cannot import them."""
+    """Return Ray's class, loaded from its two files alone.
+
+    It is pickled by value for processes that cannot import them.
+    """
     parts = _PACKAGE.split(".")
     for i in range(2, len(parts) + 1):
         package = ModuleType(".".join(parts[:i]))
@@ -61,7 +62,7 @@ def _call(pending: PendingRequest) -> dict[str, Any]:
 
 
 class PowerOfTwoRouter(ReportingMixin, PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
-    """Ray Serve's default."""
+    """Ray Serve's default router."""
 
 
 class PrefixTreeRouter(ReportingMixin, _import_prefix_router()):  # type: ignore[misc]
@@ -73,8 +74,8 @@ class PrefixTreeRouter(ReportingMixin, _import_prefix_router()):  # type: ignore
 
 
 class CalledReplica(EngineReplica):
-    """A replica that also takes requests as streaming calls, which it passes on over a link to
-    itself."""
+    """A replica that also accepts requests as streaming calls, which it passes to itself over a
+    link."""
 
     _link: IngressEnd | None = None
 
@@ -96,7 +97,7 @@ class CalledReplica(EngineReplica):
 
 
 class HandleTransport(LinkTransport):
-    """Requests go through Ray's handle, heartbeats through our link."""
+    """Sends requests through Ray's handle, and receives heartbeats through our link."""
 
     def __init__(self, engines: DeploymentHandle[Any], replicas: ReplicaSet) -> None:
         super().__init__(replicas, PrefixRouting())
@@ -104,18 +105,17 @@ class HandleTransport(LinkTransport):
         self._calls: dict[str, asyncio.Task[None]] = {}
 
     def start(self, attempt: Attempt) -> None:
-        """Call, and pass on what comes."""
+        """Call the replica and pass on its outputs."""
         self._calls[attempt.attempt_id] = asyncio.create_task(self._run(attempt))
 
     def stop(self, attempt: Attempt) -> None:
-        """End the call."""
+        """Cancel the call."""
         if (call := self._calls.pop(attempt.attempt_id, None)) is not None:
             call.cancel()
 
     async def _run(self, attempt: Attempt) -> None:
-        # In a context of its own: within that of an HTTP request, all its calls would share one id,
-        # by which the
-        # router tells waiting calls apart.
+        # In a separate context: in that of an HTTP request, all calls would share one id, by which
+        # the router distinguishes waiting calls.
         data = pack_request(attempt.request, attempt.attempt_id)
         items = contextvars.Context().run(self._call.remote, data)
         try:
@@ -129,19 +129,19 @@ class HandleTransport(LinkTransport):
 
 
 class RivalIngress(Ingress):
-    """An ingress whose requests Ray's router places."""
+    """An ingress whose requests are routed by Ray's router."""
 
     def _open_transport(self, engines: DeploymentHandle[Any]) -> Transport:
         return HandleTransport(engines, self._replicas)
 
 
 def power_of_two(args: Settings) -> serve.Application:
-    """Our application with Ray Serve's default router."""
+    """Return our application with Ray Serve's default router."""
     return _build(args, PowerOfTwoRouter)
 
 
 def prefix_tree(args: Settings) -> serve.Application:
-    """Our application with Ray Serve LLM's prefix-aware router."""
+    """Return our application with Ray Serve LLM's prefix-aware router."""
     return _build(args, PrefixTreeRouter)
 
 

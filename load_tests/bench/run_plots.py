@@ -1,4 +1,4 @@
-"""Pictures of one open-loop run. Decides how a run looks, not what counts."""
+"""Pictures of one open-loop run."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,8 +13,8 @@ _BINS = 40
 
 
 def draw_over_time(run: Run) -> Figure:
-    """Requests due and answered per second, requests in flight, and output tokens per second, over
-    the run."""
+    """Draw requests due and answered per second, requests in flight, and output tokens per
+    second."""
     figure, (rates, flight, tokens) = new_figure(columns=3)
     width = max(run.seconds / _BINS, 1e-3)
     edges = [index * width for index in range(_BINS)]
@@ -36,7 +36,7 @@ def draw_over_time(run: Run) -> Figure:
 
 
 def draw_first_tokens(run: Run, objective: Objective) -> Figure:
-    """Each request's time to first token at the time it was due; failures as crosses at the top."""
+    """Draw each request's TTFT at its due time, and failures as crosses at the top."""
     figure, (axes,) = new_figure()
     answered = [result for result in run.results if result.ttft_s is not None]
     axes.set_yscale("log")
@@ -57,8 +57,8 @@ def draw_first_tokens(run: Run, objective: Objective) -> Figure:
 
 
 def draw_distributions(run: Run, objective: Objective) -> Figure:
-    """Cumulative distributions of the time to first token, the time per token, and the gaps between
-    tokens."""
+    """Draw cumulative distributions of TTFT, of the time per token, and of the gaps
+    between tokens."""
     figure, (first, between) = new_figure(columns=2)
     good = [result for result in run.results if result.error is None]
     ttft = [r.ttft_s for r in good if r.ttft_s is not None]
@@ -81,14 +81,16 @@ def draw_distributions(run: Run, objective: Objective) -> Figure:
 
 
 def _range(seconds: Sequence[float], objective_s: float) -> tuple[float, float]:
-    """Limits in milliseconds of a logarithmic axis for the values and the objective; gaps near 0
-    lie left of it."""
+    """Return the limits in milliseconds of a logarithmic axis for the values and the objective.
+
+    Gaps near 0 are left of it.
+    """
     shown = [1000 * value for value in (*seconds, objective_s)]
     return max(0.1, min(shown) / 1.5), max(0.2, 1.5 * max(shown))
 
 
 def _draw_shares(axes: Axes, seconds: Sequence[float], colour: str, label: str) -> None:
-    """The empirical distribution function."""
+    """Draw the empirical distribution function."""
     values = sorted(seconds)
     shares = [(index + 1) / len(values) for index in range(len(values))]
     # Rasterized: a run may have a hundred thousand gaps.
@@ -98,7 +100,7 @@ def _draw_shares(axes: Axes, seconds: Sequence[float], colour: str, label: str) 
 
 
 def _binned(events: Iterable[tuple[float, float]], width: float) -> list[float]:
-    """Sum per second of (time, amount) in each bin."""
+    """Return the sum per second of (time, amount) in each bin."""
     sums = [0.0] * _BINS
     for at, amount in events:
         sums[min(_BINS - 1, max(0, int(at / width)))] += amount / width
@@ -106,7 +108,7 @@ def _binned(events: Iterable[tuple[float, float]], width: float) -> list[float]:
 
 
 def _token_times(result: RequestResult) -> list[tuple[float, float]]:
-    """When the answer's events arrived, each with its share of the tokens."""
+    """Return the times of the answer's events, each with its share of the tokens."""
     if result.ttft_s is None:
         return []
     at = result.due_s + result.ttft_s
@@ -115,7 +117,7 @@ def _token_times(result: RequestResult) -> list[tuple[float, float]]:
 
 
 def _in_flight(results: Sequence[RequestResult]) -> tuple[list[float], list[int]]:
-    """Times, and the number of requests in flight (due and not ended) from each on."""
+    """Return times, and the number of requests in flight (due and not ended) from each time on."""
     changes = sorted(change for r in results for change in ((r.due_s, 1), (r.due_s + r.e2e_s, -1)))
     times, counts, now = [0.0], [0], 0
     for at, change in changes:

@@ -1,5 +1,4 @@
-"""The page about one open-loop run: verdict, figures, pictures, and what the server's own metrics
-say."""
+"""The page about one open-loop run: verdict, figures, pictures, and the server's own metrics."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -41,8 +40,7 @@ def run_page(
     objective: Objective,
     views: Sequence[Comparison] = (),
 ) -> str:
-    """The page about one run: whether the objective was met, figures, pictures, both views,
-    circumstances."""
+    """Return the page about one run: verdict, figures, pictures, both views, and circumstances."""
     parts = [f"<h1>{escape(title)}</h1>", _verdict(summary, objective)]
     parts.append(table(["", ""], [(text, summary[key]) for key, text in _COUNTS.items()]))
     # Closed-loop users start their requests themselves, so none is late.
@@ -72,7 +70,7 @@ def _verdict(summary: Mapping[str, Any], objective: Objective) -> str:
 
 
 def _views(views: Sequence[Comparison]) -> str:
-    """A histogram is only as precise as its buckets, so their bounds stand beside the estimate."""
+    """Return the table of client and server figures, with the bounds of the histogram buckets."""
     rows = [
         (one.name, one.client, one.server, f"{one.low:g} to {one.high:g}", "yes" if one.agrees else "NO")
         for one in views

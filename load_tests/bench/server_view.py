@@ -1,8 +1,7 @@
-"""A run as the server's own metrics show it, beside what the client measured.
+"""A run in the server's own metrics, beside the client's measurements.
 
-Decides how the two are compared; reads `/metrics` before and after a run and measures nothing
-itself. A histogram gives a percentile only to the width of a bucket: the two agree when they differ
-by no more than that.
+Reads `/metrics` before and after a run. A histogram gives a percentile only to the width of a
+bucket: the two agree if they differ by no more than that.
 """
 
 from collections.abc import Sequence
@@ -28,16 +27,16 @@ class Histogram:
     counts: tuple[float, ...]
 
     def since(self, before: "Histogram | None") -> "Histogram":
-        """What was observed between two states."""
+        """Return the observations between two states."""
         if before is None:
             return self
         return Histogram(self.bounds, tuple(new - old for new, old in zip(self.counts, before.counts, strict=True)))
 
     def percentile(self, percent: float) -> tuple[float, float, float] | None:
-        """(estimate, lower bound, upper bound) in seconds, interpolated as Prometheus's
-        `histogram_quantile` does.
+        """Return (estimate, lower bound, upper bound) in seconds, like Prometheus's
+        `histogram_quantile`.
 
-        None when nothing was observed. Above the highest finite bound the estimate is that bound.
+        None without observations. Above the highest finite bound the estimate is that bound.
         """
         rank = self.counts[-1] * percent / 100.0
         below = low = 0.0
@@ -60,7 +59,7 @@ class ServerView:
 
     @staticmethod
     def read(base_url: str) -> "ServerView | None":
-        """Read the server's metrics; None when it has no such metrics (another kind of server)."""
+        """Return the server's metrics; None for another kind of server."""
         try:
             return ServerView.parse(fetch(f"{base_url.rstrip('/')}/metrics", timeout_s=30).decode())
         except (OSError, ValueError):
@@ -68,7 +67,10 @@ class ServerView:
 
     @staticmethod
     def parse(text: str) -> "ServerView":
-        """From Prometheus's text format. Raises `ValueError` when a series is missing."""
+        """Return the metrics in Prometheus's text format.
+
+        Raises `ValueError` if a series is missing.
+        """
         buckets: dict[str, dict[float, float]] = {_TTFT: {}, _ITL: {}}
         tokens = None
         for family in text_string_to_metric_families(text):
@@ -96,7 +98,8 @@ class Comparison:
     high: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: the bound above the last bucket is null."""
+        """Return the data for JSON, which has no infinity: the bound above the last bucket
+        is null."""
         high = None if self.high == float("inf") else self.high
         return {
             "figure": self.name,
@@ -108,18 +111,18 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the two are at most the bucket's width apart."""
+        """Whether the two differ by at most the bucket's width."""
         return self.low <= self.client <= self.high or abs(self.client - self.server) <= self.high - self.low
 
 
 def compare_views(
     before: ServerView | None, after: ServerView | None, results: Sequence[RequestResult]
 ) -> list[Comparison]:
-    """Percentiles in seconds and the number of output tokens, both sides; empty for a server
-    without our metrics.
+    """Return percentiles in seconds and the number of output tokens of both sides.
 
-    Valid if no other client used the server meanwhile. Tokens are compared only when every answer
-    is complete: the server also counts tokens that a client did not wait for.
+    Empty for a server without our metrics. Valid if there were no other clients. Tokens are
+    compared only if every answer is complete, because the server also counts tokens that a client
+    did not wait for.
     """
     if before is None or after is None:
         return []

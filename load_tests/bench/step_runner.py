@@ -1,5 +1,7 @@
-"""A workload through an engine without a server: closed loop, step by step, each token timed when
-its step ends."""
+"""Runs a workload on an engine without a server: closed loop, with the time of each token.
+
+A token's time is the end of its step.
+"""
 
 import time
 from collections import deque
@@ -15,8 +17,7 @@ from serve_app.workloads.runs import OnDone, Runner
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One request's part of a step: its number, how many tokens it got, whether it ended, and why
-    if it failed."""
+    """One request's part of a step: its number, its tokens, whether it ended, and its error."""
 
     number: int
     tokens: int
@@ -25,18 +26,20 @@ class StepOutput:
 
 
 class Engine(Protocol):
-    """An engine that computes several requests at once, step by step."""
+    """An engine that computes several requests per step."""
 
     def add(self, number: int, prompt: Sequence[int], item: WorkItem) -> None:
-        """One more request: `item`, whose text is these tokens, sampled as it says to exactly its
-        number of tokens."""
+        """Add the request `item` with the tokens of its text.
+
+        It is sampled to exactly its number of tokens.
+        """
 
     def step(self) -> Iterable[StepOutput]:
         """Compute one step."""
 
 
-class _Places:
-    """Which requests of a workload may be in flight: see `Workload.lanes`."""
+class _Lanes:
+    """The requests of a workload that may be in flight, by `Workload.lanes`."""
 
     def __init__(self, workload: Workload) -> None:
         self._free = list(workload.lanes)
@@ -44,29 +47,32 @@ class _Places:
         self._waiting = [deque(range(lane, len(workload.items), lanes)) for lane in range(lanes)]
 
     def take(self) -> Iterator[int]:
-        """The requests that may start now."""
+        """Yield the requests that may start now."""
         for lane, numbers in enumerate(self._waiting):
             while numbers and self._free[lane]:
                 self._free[lane] -= 1
                 yield numbers.popleft()
 
-    def give_back(self, number: int) -> None:
-        """This request has been answered."""
+    def release(self, number: int) -> None:
+        """Record that this request has been answered."""
         self._free[number % len(self._free)] += 1
 
 
 def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
-    """Feeds an engine in a closed loop; a request's clock starts when the engine gets it."""
+    """Return a runner that feeds an engine in a closed loop.
+
+    A request's clock starts when the engine gets it.
+    """
 
     def run(workload: Workload, on_done: OnDone) -> Run:
         prompts = [writer.tokenizer.encode(item.prompt) for item in workload.items]
         results = [RequestResult(item) for item in workload.items]
-        places = _Places(workload)
+        lanes = _Lanes(workload)
         last: dict[int, float] = {}
-        """When each request in flight got its latest token or, before its first one, was sent."""
+        """The time of the latest token of each request in flight, or of its start."""
         cpu, start = time.process_time(), time.perf_counter()
         while True:
-            for number in places.take():
+            for number in lanes.take():
                 last[number] = time.perf_counter()
                 results[number].due_s = last[number] - start
                 engine.add(number, prompts[number], results[number].item)
@@ -81,7 +87,7 @@ def step_runner(engine: Engine, writer: PromptWriter) -> Runner:
                     result.e2e_s = now - start - result.due_s
                     result.error = output.error
                     del last[output.number]
-                    places.give_back(output.number)
+                    lanes.release(output.number)
                     on_done(result)
         return Run(workload, tuple(results), time.perf_counter() - start, time.process_time() - cpu)
 

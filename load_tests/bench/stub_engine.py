@@ -1,12 +1,11 @@
-"""What a replica costs above its model: tasks, frames and processor time per token, in front of a
-stub engine.
+"""The cost of a replica without its model: tasks, frames and CPU time per token of a stub engine.
 
     python -m load_tests.bench.stub_engine --json FILE
 
-The replica is a process of its own: the engine's thread, the event loop and the link are the real
-ones, the engine's core gives each of its requests one token per step and has no model. This process
-is the ingress's end of the link, over a real socket, and only counts what comes. A step takes as
-long as it is said to, whatever the number of streams.
+The replica is a separate process. The engine's thread, the event loop and the link are real; the
+engine's core has no model and gives each request one token per step. This process is the ingress's
+end of the link, over a real socket, and only counts. A step takes a fixed time, whatever the number
+of streams.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ _WAIT_S = 60.0
 
 
 class StubCore:
-    """In place of `EngineCore`: a step sleeps, and gives every request its next token."""
+    """Replaces `EngineCore`: a step sleeps, then gives every request its next token."""
 
     def __init__(self, step_s: float) -> None:
         self.config = EngineConfig(max_num_seqs=max(STREAMS))
@@ -52,31 +51,31 @@ class StubCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """See `EngineCore`, here and below."""
+        """Like `EngineCore`, as are the methods below."""
         return bool(self._lengths)
 
     def prepare(self, request: EngineRequest) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing: there is nothing to prepare."""
 
     def check_invariants(self) -> None:
-        """There are none."""
+        """Do nothing: there are none."""
 
     def add(self, request: EngineRequest) -> None:
-        """It has a token with the next step."""
+        """Add a request, which gets a token in the next step."""
         self._lengths[request.request_id] = 0
         self._most[request.request_id] = request.params.max_tokens or _ENDLESS
 
     def abort(self, request_id: str) -> None:
-        """It gets no more."""
+        """Remove a request."""
         self._lengths.pop(request_id, None)
         self._most.pop(request_id, None)
 
     def stats(self) -> SchedulerStats:
-        """Everything runs, and takes no blocks."""
+        """Return stats in which all requests run and use no blocks."""
         return SchedulerStats(0, len(self._lengths), 4096, 0, 0)
 
     def step(self, on_scheduled: Callable[[], None]) -> list[TokenDelta]:
-        """One token for each request."""
+        """Return one token for each request."""
         on_scheduled()
         time.sleep(self._step_s)
         return [self._next(request_id, offset) for request_id, offset in list(self._lengths.items())]
@@ -91,7 +90,7 @@ class StubCore:
 
 
 async def open_replica(step_s: float) -> LinkServer:
-    """A replica on this event loop; `listen` opens its port."""
+    """Return a replica on this event loop; `listen` opens its port."""
     engine = AsyncEngine(lambda: StubCore(step_s), stream_interval_s=_STREAM_INTERVAL_S)  # type: ignore[arg-type, return-value]
     links = LinkServer(engine.submit, engine.abort, lambda: pack_load(engine.stats(), 1, None))
     await engine.start(links.publish)
@@ -99,8 +98,8 @@ async def open_replica(step_s: float) -> LinkServer:
 
 
 def replica(pipe: Connection, step_s: float) -> None:
-    """The replica's process: says where its link is, then what it has used, whenever it is
-    asked."""
+    """Run the replica's process: send its link's address, then its resource usage on each
+    request."""
 
     async def run() -> None:
         links = await open_replica(step_s)
@@ -123,18 +122,18 @@ def replica(pipe: Connection, step_s: float) -> None:
 
 @dataclass
 class Cost:
-    """What so many streams cost the replica."""
+    """The cost of a number of streams."""
 
     streams: int
     tasks: int
-    """asyncio's, those of the process itself included."""
+    """Number of asyncio tasks, including those of the process itself."""
     microseconds_per_token: float
     tokens_per_s: float
     frames_per_s: float
 
 
 class Ingress:
-    """The other end of the link, which counts."""
+    """The other end of the link, which counts tokens."""
 
     def __init__(self, key: str) -> None:
         self.link = IngressEnd(key, self._heard)
@@ -146,14 +145,14 @@ class Ingress:
         self.open.set()
 
     def take(self, item: WireItem | ReplicaLostError) -> None:
-        """Count its tokens. Raises what a replica must not say here."""
+        """Count the item's tokens. Raises an error for items that this replica must not send."""
         if not isinstance(item, list | tuple):
             raise TypeError(f"no deltas: {item!r}")
         self.tokens += sum(len(delta[2]) for delta in item)
 
 
 async def measure(ingress: Ingress, pipe: Connection, streams: int, seconds: float) -> Cost:
-    """Keep `streams` streams going for `seconds`."""
+    """Keep `streams` streams running for `seconds` and return their cost."""
 
     def used() -> tuple[float, int]:
         pipe.send(None)
@@ -182,7 +181,7 @@ async def measure(ingress: Ingress, pipe: Connection, streams: int, seconds: flo
 
 
 async def experiment(step_s: float, seconds: float) -> list[Cost]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=replica, args=(theirs, step_s), daemon=True)
     process.start()
@@ -205,7 +204,7 @@ def main(
     step_ms: Annotated[float, typer.Option(min=1, help="How long a step takes.")] = 25.0,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long each number of streams is measured.")] = 4.0,
 ) -> None:
-    """Run it once and print the figures."""
+    """Run once and print the figures."""
     costs: list[dict[str, Any]] = [asdict(cost) for cost in uvloop.run(experiment(step_ms / 1000, seconds))]
     for cost in costs:
         typer.echo("  ".join(f"{name} {value}" for name, value in cost.items()))

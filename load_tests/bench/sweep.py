@@ -1,14 +1,12 @@
-"""What do the knobs do? Scheduler settings under open-loop load, with fused and with separate
-prefill.
+"""The effect of scheduler settings under open-loop load, with fused and with separate prefill.
 
     python -m load_tests.bench.sweep --json sweep.json --html sweep.html --png sweep.png
-    python -m load_tests.bench.sweep --quick --json sweep.json      # smoke test: few settings, one
-    rate
+    python -m load_tests.bench.sweep --quick --json sweep.json
 
-Every setting gets a fresh server and the same arrivals: the defaults, and the defaults with one
-knob turned. Decides which settings and rates are tried and in which order; `sweep_report` draws
-them. The machine drifts, so the
-settings are shuffled, fused beside separate, and the defaults are measured again at the end.
+`--quick` is a smoke test with few settings and one rate. Every setting gets a fresh server and the
+same arrivals: the defaults, and the defaults with one knob changed. `sweep_report` draws the
+results. The machine drifts, so the settings are shuffled, fused next to separate, and the defaults
+are measured again at the end.
 """
 
 import asyncio
@@ -42,9 +40,9 @@ VALUES: dict[str, tuple[float, ...]] = {
     "max_num_batched_tokens": (128, 1024),
     "max_num_seqs": (4, 16),
 }
-"""Beside the defaults (0, 1 s, auto, auto)."""
+"""The values to try besides the defaults (0, 1 s, auto, auto)."""
 _BESIDE: dict[str, Mapping[str, float]] = {"max_wait_s": {"waiting_served_ratio": 2.0, "max_waiting_steps": 100_000}}
-"""Other settings that a knob needs to have an effect: the wait only ends what a ratio began."""
+"""Other settings that a knob needs to have an effect: the wait applies only with a ratio."""
 _PORT = 8102
 _MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS = 256, 64
 """Shorter than `mixed`, so that a CPU sees enough requests in a minute."""
@@ -71,8 +69,10 @@ class Setting:
 
 
 def settings_to_try(knobs: Sequence[str], quick: bool) -> list[Setting]:
-    """The defaults, every value of every knob in a shuffled order, and the defaults again; each
-    with both prefills."""
+    """Return the defaults, every value of every knob in shuffled order, and the defaults again.
+
+    Each with both kinds of prefill.
+    """
     turned = [(knob, value) for knob in knobs for value in VALUES[knob][-1 if quick else 0 :]]
     Random(0).shuffle(turned)
     order = [("", 0.0), *turned] + ([] if quick else [("", 0.0)])
@@ -80,8 +80,10 @@ def settings_to_try(knobs: Sequence[str], quick: bool) -> list[Setting]:
 
 
 def server_of(setting: Setting, config: Path, folder: Path, port: int) -> ServerCommand:
-    """The command that serves `config` with this setting on `port`; its config is written to
-    `folder`."""
+    """Return the command that serves `config` with this setting on `port`.
+
+    Its config is written to `folder`.
+    """
     document = yaml.safe_load(config.read_text())
     document["http_options"]["port"] = port
     arguments = document["applications"][0]["args"]
@@ -93,15 +95,18 @@ def server_of(setting: Setting, config: Path, folder: Path, port: int) -> Server
 
 
 def arrivals_at(rate: float, seconds: float, writer: PromptWriter, seed: int) -> Workload:
-    """The same arrivals for every setting, with the same lengths at every rate."""
+    """Return the arrivals at this rate: the same for every setting, with the same lengths at every
+    rate."""
     arrivals = random_arrivals(Random(f"sweep-{seed}"), rate, seconds)
     clipped = (arrival.clipped(_MAX_PROMPT_TOKENS, _MAX_OUTPUT_TOKENS) for arrival in arrivals)
     return open_workload(f"{rate:.2f}/s", writer, clipped, Random(f"sweep-text-{rate}-{seed}"))
 
 
 def measure_capacity(server: Server, writer: PromptWriter) -> float:
-    """Requests per second that the server completes with 24 in flight at all times; rates are
-    shares of it."""
+    """Return the requests per second that the server completes with 24 in flight.
+
+    Rates are shares of it.
+    """
     rng = Random("capacity")
     items = []
     for _ in range(_CAPACITY_REQUESTS):
@@ -126,10 +131,9 @@ def measure(
     on_points: Callable[[list[dict[str, Any]]], None],
     port: int = _PORT,
 ) -> list[dict[str, Any]]:
-    """One point per setting and rate; `on_points` gets all of them after every setting. Logs go to
-    `folder`.
+    """Return one point per setting and rate. `on_points` gets all of them after every setting.
 
-    Without `rates`, the rates are `shares` of the first server's capacity.
+    Without `rates`, the rates are `shares` of the first server's capacity. Logs go to `folder`.
     """
     points: list[dict[str, Any]] = []
     for number, setting in enumerate(settings):

@@ -1,5 +1,4 @@
-"""Pictures and tables of a sweep: throughput against latency, one line per value of a knob. Decides
-how it is shown."""
+"""Pictures and tables of a sweep: throughput against latency, one line per value of a knob."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,8 +23,10 @@ Point = Mapping[str, Any]
 
 
 def draw_sweep(points: Sequence[Point]) -> Figure:
-    """A row for each knob, a column for each latency; x is the throughput reached. Solid: fused;
-    dashed: separate."""
+    """Draw a row for each knob and a column for each latency; x is the throughput.
+
+    Solid: fused; dashed: separate.
+    """
     knobs = [knob for knob in KNOBS if any(point["knob"] == knob for point in points)]
     figure = Figure(figsize=(11, 3.2 * max(1, len(knobs))), layout="constrained", facecolor="white")
     rows = figure.subplots(max(1, len(knobs)), len(_AXES), squeeze=False)
@@ -60,8 +61,7 @@ def _draw_knob(axes: Axes, points: Sequence[Point], knob: str, kind: str, percen
 
 
 def medians(points: Sequence[Point], prefill: str, knob: str, value: float) -> list[tuple[float, dict[str, Any]]]:
-    """(rate, figures) of one setting by rate; where it was measured more than once, the median of
-    each figure."""
+    """Return (rate, figures) of one setting by rate, with medians of repeated measurements."""
     chosen = [p for p in points if (p["prefill"], p["knob"], p["value"]) == (prefill, knob, value)]
     curve = []
     for rate in sorted({point["rate"] for point in chosen}):
@@ -76,7 +76,7 @@ def medians(points: Sequence[Point], prefill: str, knob: str, value: float) -> l
 
 
 def sweep_page(facts: Mapping[str, Any], points: Sequence[Point]) -> str:
-    """The report: pictures, every setting at every rate beside the defaults, and the machine's
+    """Return the report: pictures, every setting at every rate with the defaults, and the machine's
     drift."""
     parts = ["<h1>Scheduler settings under open-loop load</h1>"]
     parts.append("<p>Same arrivals for every setting. Solid lines: fused prefill; dashed: separate.</p>")
@@ -94,8 +94,7 @@ def sweep_page(facts: Mapping[str, Any], points: Sequence[Point]) -> str:
 
 
 def _drift(points: Sequence[Point]) -> str:
-    """The defaults were measured first and last: smaller differences than between these two mean
-    nothing."""
+    """Return the table of the defaults, measured first and last. Smaller differences are noise."""
     rows = []
     for prefill in _LINES:
         for rate in sorted({point["rate"] for point in points}):

@@ -1,2 +1,2 @@
-"""Faults injected from outside into a real fleet on a local Ray cluster, and what its clients
-notice of them."""
+"""Fault injection from outside into a real fleet on a local Ray cluster, and its effects on
+clients."""

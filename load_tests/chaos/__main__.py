@@ -1,5 +1,4 @@
-"""`python -m load_tests.chaos`: inject faults into real fleets and show what their clients
-noticed."""
+"""`python -m load_tests.chaos`: inject faults into real fleets and report what clients see."""
 
 import asyncio
 import json as json_format
@@ -44,8 +43,10 @@ def faults_command(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Inject every fault at a known and at a random point; exits with 1 when an expectation was
-    missed."""
+    """Inject every fault at a known and at a random point.
+
+    The exit status is 1 if an expectation is missed.
+    """
     chosen = [fault for fault in FAULTS if only in fault.name]
     rows = _run(_faults(chosen, path, moment, seed))
     show(rows)
@@ -64,7 +65,7 @@ def kill_loop_command(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Streams on 3 replicas, of which a random ready one is killed every few seconds."""
+    """Run streams on 3 replicas while a random ready one is killed every few seconds."""
     # Many wait for the last replica while the others start; none of them is to be refused for lack
     # of room.
     shape = replace(Shape(), queue=max(Shape().queue, 2 * at_once))
@@ -91,8 +92,8 @@ def overload_command(
 def profile_share_command(
     seconds: float = 30.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
-    """The shares of the ingress's and the replicas' CPU time that failover costs, and metrics and
-    step records."""
+    """Measure the share of CPU time that failover, metrics and step records cost in ingress and
+    replicas."""
     work = partial(profile_share.profile_share, seconds=seconds, seed=seed)
     _measure(path, model, Shape(), json, work, profile_share.verdict)
 
@@ -101,7 +102,7 @@ def profile_share_command(
 def memory_command(
     seconds: float = 300.0, path: Path_ = "fast", model: Model = "small", seed: Seed = 0, json: Json = None
 ) -> None:
-    """200 clients that read nothing and 100 that send 4 MiB at a time, beside ordinary streams."""
+    """Run 200 clients that read nothing and 100 that send 4 MiB bodies, beside ordinary streams."""
     shape = replace(Shape(), queue=memory.PLACES)
     _measure(path, model, shape, json, partial(memory.memory, seconds=seconds, seed=seed), memory.verdict)
 
@@ -115,7 +116,8 @@ def soak_command(
     json: Json = None,
     png: Annotated[Path | None, typer.Option(help="also draw what the processes held")] = None,
 ) -> None:
-    """80 % load of chats and impatient clients, a kill every 2 minutes, an update every 10."""
+    """Run at 80 % load, with clients that disconnect, a kill every 2 minutes and an update every
+    10."""
 
     async def work(fleet: Fleet) -> Figures:
         figures = await soak.soak(fleet, 60 * minutes, seed)
@@ -149,8 +151,10 @@ def _measure(
     measure: Callable[[Fleet], Awaitable[Figures]],
     verdict: Callable[[Figures], list[str]],
 ) -> None:
-    """Print the figures and the expectations that they miss; if there are any, the exit status is
-    1."""
+    """Print the figures and the expectations that they miss.
+
+    The exit status is 1 if there are any.
+    """
 
     async def run() -> Figures:
         async with _fleet(path, model, shape) as fleet:
@@ -158,7 +162,7 @@ def _measure(
 
     figures = _run(run())
     figures["faults"] = verdict(figures)
-    print(json_format.dumps({name: told for name, told in figures.items() if name != "samples"}, indent=2))
+    print(json_format.dumps({name: figure for name, figure in figures.items() if name != "samples"}, indent=2))
     for fault in figures["faults"]:
         print(f"FAILED: {fault}")
     if json is not None:
@@ -167,7 +171,7 @@ def _measure(
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run the command; SIGTERM ends it like Ctrl-C, and the servers with it."""
+    """Run the command. SIGTERM ends it and its servers like Ctrl-C."""
 
     async def main() -> T:
         task = asyncio.current_task()

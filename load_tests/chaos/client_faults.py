@@ -1,7 +1,6 @@
-"""Faults caused by clients: too many tokens, too many requests, clients that disconnect, clients
-that hardly read.
+"""Faults caused by clients: too many tokens or requests, disconnects, slow readers.
 
-At the known point there is little other load; at a random point 32 streams are running, which must
+At the known point there is little other load. At a random point 32 streams are running, which must
 not be affected.
 """
 
@@ -19,14 +18,17 @@ _RANDOM_WITHIN_S = 1.5
 _VANISHING = 500
 _OVERFILL = 10
 _LINE_SLACK = 2
-"""A line of requests may take this many times as long as their answers took undisturbed."""
+"""Limit of the queue time, relative to the time that the same answers take undisturbed."""
 _SLOW_BYTES = 15
 _READING_LIMIT_S = 60.0
 _BESIDE = 8
 
 
 async def exhaust_kv(experiment: Experiment) -> None:
-    """More tokens running than the pools hold: requests are preempted, and no client can tell."""
+    """Run more tokens than the KV pools hold.
+
+    Requests are preempted, and their answers must be the same.
+    """
     slots = experiment.fleet.shape.slots * experiment.fleet.shape.replicas
     asks = [ask(f"long {i}", text(experiment.rng, 500), 1000, temperature=1, seed=i, logprobs=1) for i in range(slots)]
     # Undisturbed means with room for each: a quarter of them at a time.
@@ -40,27 +42,24 @@ async def exhaust_kv(experiment: Experiment) -> None:
     preempted = _count(experiment, "serve_app_preemptions_total") - before
     experiment.row.notes["preemptions"] = preempted
     if not preempted:
-        experiment.row.problems.append("nobody was preempted: the pool was not exhausted")
+        experiment.row.problems.append("no request was preempted: the KV pool was not full")
 
 
 async def overfill_queue(experiment: Experiment) -> None:
-    """Ten times as many requests at once as the fleet has places, each from another user."""
-    places = experiment.fleet.shape.places
-    count = _OVERFILL * places
-    # Answers so long that their places are wanted again before they are free, also where requests
-    # arrive slowly.
+    """Send ten times as many requests at once as the fleet holds, each from another user."""
+    capacity = experiment.fleet.shape.max_requests
+    count = _OVERFILL * capacity
+    # Answers long enough that slots stay taken even if requests arrive slowly.
     asks = [ask(f"one of many {i}", text(experiment.rng, 30), 400) for i in range(60)]
     per_answer_s = await experiment.learn(asks) / len(asks)
     crowd = [replace(a, body=a.body | {"user": f"user {i}"}) for i, a in enumerate(islice(cycle(asks), count))]
-    # The first burst grows a process's heap for good; what counts is that the second one fits into
-    # it.
+    # The first burst grows the heap for good. The second one must fit into it.
     await asyncio.gather(*(send(experiment.session, experiment.fleet.url, a) for a in crowd))
     await experiment.fleet.wait_idle()
     await experiment.take_baseline()
     under_way = await _others(experiment)
     experiment.struck()
-    # Reading takes more of a client than asking: one that shares the machine with the fleet would
-    # be the slower one.
+    # Reading costs more than sending: a client on the fleet's machine would fall behind.
     may_read = asyncio.Event()
     answers = [experiment.start(a, may_read=may_read) for a in crowd]
     await wait_for(lambda: _has_overflowed(answers), "a refusal, or all answered", 60)
@@ -73,8 +72,8 @@ async def overfill_queue(experiment: Experiment) -> None:
         problems.append(f"{len(without)} refusals, not 429 with Retry-After: {without[0].detail}")
     if not refused:
         problems.append("nothing was refused")
-    if (served := len(experiment.answers) - len(refused)) < places // 2:
-        problems.append(f"only {served} were served of {places} places")
+    if (served := len(experiment.answers) - len(refused)) < capacity // 2:
+        problems.append(f"only {served} requests were served; the fleet holds {capacity}")
     # The last request of a full queue waits for all before it, however fast the machine is.
     line_s = served * per_answer_s
     experiment.wait_limit_s = max(experiment.wait_limit_s, _LINE_SLACK * line_s)
@@ -88,7 +87,8 @@ def _has_overflowed(answers: Sequence[Answer]) -> bool:
 
 
 async def vanish(experiment: Experiment) -> None:
-    """500 clients disconnect before, during and after the first token, beside streams that stay."""
+    """Let 500 clients disconnect before, during and after the first token, beside streams that
+    stay."""
     await _others(experiment)
     if experiment.moment == "known":
         for a in await experiment.mixed(experiment.rng, _BESIDE, 200):
@@ -96,7 +96,7 @@ async def vanish(experiment: Experiment) -> None:
     before = _ended(experiment, "cancelled", "overloaded")
     refused_before = _ended(experiment, "overloaded")
     experiment.struck()
-    gate = asyncio.Semaphore(experiment.fleet.shape.places // 2)
+    gate = asyncio.Semaphore(experiment.fleet.shape.max_requests // 2)
 
     async def client(index: int) -> None:
         async with gate:
@@ -112,23 +112,27 @@ async def vanish(experiment: Experiment) -> None:
 
     await asyncio.gather(*(client(i) for i in range(_VANISHING)))
     await wait_for(lambda: _count(experiment, "serve_app_requests_active") <= _staying(experiment), "all forgotten", 30)
-    # Ray's Python proxy passes on nothing of a client that leaves before its turn: on a busy
-    # machine, few are left.
+    # Ray's Python proxy drops requests whose client disconnects before their turn. On a busy
+    # machine few remain.
     experiment.row.notes["reached"] = reached = _ended(experiment, "cancelled", "overloaded") - before
     if not reached:
         experiment.row.problems.append(f"none of {_VANISHING} was counted as cancelled or refused")
     refused = _ended(experiment, "overloaded") - refused_before
     experiment.row.notes["vanished"] = _VANISHING
-    # A vanished client's request keeps its place until the server notices. On a busy machine there
-    # can be more of them than places.
+    # A disconnected client's request keeps its slot until the server detects the disconnect. On a
+    # busy machine they can fill slots and queue.
     experiment.row.notes["refused"] = refused
     if refused > _VANISHING // 2:
-        experiment.row.problems.append(f"{refused:.0f} of {_VANISHING} were refused: those who left kept their places")
+        experiment.row.problems.append(
+            f"{refused:.0f} of {_VANISHING} were refused: disconnected clients kept their slots"
+        )
 
 
 async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: int = 0) -> None:
-    """Write the whole request, wait for a time or for events of the stream (unless refused), and
-    disconnect."""
+    """Write a whole request, wait for a time or for events of the stream, and disconnect.
+
+    If the request is refused, disconnects at once.
+    """
     host, port = experiment.fleet.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(a.body).encode()
@@ -143,16 +147,18 @@ async def _leave(experiment: Experiment, a: Ask, wait_s: float = 0.0, events: in
 
 
 async def read_slowly(experiment: Experiment) -> None:
-    """As many clients as the engines have places read one byte per second: others are not affected,
-    nothing is lost."""
-    places = experiment.fleet.shape.replicas * (experiment.fleet.shape.slots + experiment.fleet.shape.waiting)
-    # Much JSON for few tokens: only what does not fit into the buffers on the way can block a
-    # server.
+    """Fill all slots and engine queues with clients that read one byte per second.
+
+    Others must not be affected, and no token may be lost.
+    """
+    shape = experiment.fleet.shape
+    count = shape.replicas * (shape.slots + shape.waiting)
+    # Much JSON for few tokens: only answers larger than the buffers on the way can block a server.
     slow = ask("slow", text(experiment.rng, 50), 600, temperature=1, seed=3, logprobs=5)
     beside = await experiment.mixed(experiment.rng, _BESIDE, 200)
     await experiment.learn([slow])
     await _others(experiment)
-    answers = [Answer(replace(slow, body=slow.body | {"user": f"slow {i}"})) for i in range(places)]
+    answers = [Answer(replace(slow, body=slow.body | {"user": f"slow {i}"})) for i in range(count)]
     async with open_narrow_session() as session:
         reading = [
             asyncio.create_task(send_into(answer, session, experiment.fleet.url, slow_bytes=_SLOW_BYTES))
@@ -173,7 +179,7 @@ def _staying(experiment: Experiment) -> int:
 
 
 async def _others(experiment: Experiment) -> list[Answer]:
-    """At a random point: start 32 streams and wait for a random moment."""
+    """At a random point, start 32 streams, wait for a random moment and return their answers."""
     if experiment.moment == "random":
         await experiment.streams()
         await experiment.random_moment(_RANDOM_WITHIN_S)

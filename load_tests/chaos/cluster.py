@@ -1,8 +1,7 @@
-"""Four Ray nodes on one machine, for as long as this process lives: `python -m
-load_tests.chaos.cluster`.
+"""Starts four Ray nodes on one machine: `python -m load_tests.chaos.cluster`.
 
 The head runs Serve's controller, the proxy and the ingress; the other three run the engine
-replicas. Prints the cluster's address when it is up and ends on SIGTERM.
+replicas. Prints the cluster's address when it is up. SIGTERM ends the nodes.
 """
 
 import signal

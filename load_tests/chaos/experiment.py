@@ -1,7 +1,7 @@
-"""One experiment: running streams, one fault, and what must hold afterwards.
+"""One experiment: running streams, one fault, and the checks afterwards.
 
-Decides what is checked after every fault and what a row of the report holds; `faults` decides which
-fault strikes when."""
+Defines the checks after every fault and the columns of the report. `faults` defines the faults.
+"""
 
 import asyncio
 import os
@@ -53,28 +53,28 @@ PROBE = ask("probe", "Is anybody there?", 8)
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the fleet, and how requests, new ones included, may end then
-    besides complete."""
+    """A fault, and the outcomes that it allows for running and new requests besides complete
+    answers."""
 
     name: str
     strike: Callable[["Experiment"], Any]
     allowed: frozenset[Outcome] = frozenset()
     moments: tuple[str, ...] = ("known", "random")
-    """At a known point of a given stream; at a random point under 32 streams."""
+    """`known`: at a given event of a given stream. `random`: at any time, under 32 streams."""
     last: bool = False
-    """The fleet does not survive it."""
+    """Whether the fault ends the fleet."""
     on_nodes: bool = False
-    """Needs a fleet on several Ray nodes."""
+    """Whether the fault needs a fleet on several Ray nodes."""
     shape: Shape = Shape()
     recovery_limit_s: float = 30.0
-    """A new request must be served within this many seconds of the strike."""
+    """Limit in seconds from the strike until a new request is served."""
     stall_limit_s: float = 30.0
-    """No surviving stream may be silent for longer (seconds)."""
+    """Limit in seconds of the silence of a surviving stream."""
 
 
 @dataclass
 class Row:
-    """The outcome of one experiment. Times are seconds, None where nothing was measured."""
+    """The outcome of one experiment. Times are in seconds; None if not measured."""
 
     fault: str
     path: str
@@ -86,9 +86,9 @@ class Row:
     lost_tokens: int = 0
     doubled_tokens: int = 0
     stall_s: float | None = None
-    """The longest silence of a completed stream, the time before its first event included."""
+    """The longest silence of a completed stream, including the wait for its first event."""
     recovery_s: float | None = None
-    """From the strike until a request sent after it was served."""
+    """From the strike until a new request was served."""
     whole_s: float | None = None
     """From the strike until every replica was ready again."""
     problems: list[str] = field(default_factory=list)
@@ -100,16 +100,15 @@ class UndisturbedError(Exception):
 
 
 class References:
-    """The answers of undisturbed servers; each request is asked once."""
+    """The answers of undisturbed servers. Each request is sent once."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
 
     async def learn(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> None:
-        """Ask the requests that are not known yet, all at once, and wait for places where the line
-        is full.
+        """Send all requests that have no reference yet at once, again while the queue is full.
 
-        Raises `UndisturbedError` when one fails.
+        Raises `UndisturbedError` if one fails.
         """
         unknown = {a.key: a for a in asks if a.key not in self._answers}
         gate = asyncio.Semaphore(STREAMS)
@@ -126,21 +125,25 @@ class References:
             self._answers[key] = answer
 
     async def learn_mixed(self, session: aiohttp.ClientSession, url: str, asks: Sequence[Ask]) -> list[Ask]:
-        """Learn requests of `traffic.mixed`; returns them with stop strings taken from their own
-        answers."""
+        """Learn requests of `traffic.mixed`.
+
+        Return them with stop strings from their own answers.
+        """
         await self.learn(session, url, asks)
         stopping = [with_stop(self._answers[a.key]) if a.name.startswith(STOPPED) else a for a in asks]
         await self.learn(session, url, stopping)
         return stopping
 
     def of(self, a: Ask) -> Answer | None:
-        """The undisturbed answer, if it is known."""
+        """Return the undisturbed answer; None if it is not known."""
         return self._answers.get(a.key)
 
 
 class Experiment:
-    """Strikes a fleet once and fills in a row. `run` is called once; faults use the other
-    methods."""
+    """Injects one fault into a fleet and fills in a row.
+
+    Call `run` once; faults use the other methods.
+    """
 
     def __init__(self, fleet: Fleet, fault: Fault, moment: str, references: References, seed: int) -> None:
         self.fleet = fleet
@@ -150,12 +153,11 @@ class Experiment:
         self.row = Row(fault.name, fleet.path, moment)
         self.answers: list[Answer] = []
         self.wait_limit_s = fault.stall_limit_s
-        """For first events: longer where the strike has measured that requests must wait for each
-        other."""
+        """Limit of the wait for first events. Longer if the fault makes requests queue."""
         self.session: aiohttp.ClientSession = open_session()
         self._references = references
         self._later = References()
-        """Answers of a fleet that an update has made another one."""
+        """Answers of the fleet after an update to another model."""
         self.tasks: list[asyncio.Task[None]] = []
         self._first_event = asyncio.Event()
         self._struck_at: float | None = None
@@ -163,8 +165,10 @@ class Experiment:
         self._before: dict[int, Holding] = {}
 
     async def run(self) -> Row:
-        """Run the whole experiment. What the fleet does wrong is not raised but listed in the row's
-        `problems`."""
+        """Run the whole experiment.
+
+        Defects of the fleet are not raised but listed in `problems`.
+        """
         async with self.session:
             try:
                 await self.fleet.wait_whole()
@@ -188,31 +192,37 @@ class Experiment:
     # What faults are made of.
 
     async def take_baseline(self) -> None:
-        """Record what each process holds now: it may hold no more afterwards."""
+        """Record the resources of each process, which must not grow."""
         self._before = await asyncio.to_thread(self.fleet.holdings)
 
     async def learn(self, asks: Sequence[Ask]) -> float:
-        """Get the undisturbed answers to these requests before the strike; the seconds it took."""
+        """Get the undisturbed answers to these requests before the strike.
+
+        Return the seconds it took.
+        """
         start = time.monotonic()
         await self._references.learn(self.session, self.fleet.url, asks)
         return time.monotonic() - start
 
     async def mixed(self, rng: Random, count: int, max_tokens: int) -> list[Ask]:
-        """Requests with every feature that a continued stream could get wrong, with known
-        answers."""
+        """Return requests with every feature that failover must preserve, with known answers."""
         asks = mixed(rng, count, max_tokens)
         return await self._references.learn_mixed(self.session, self.fleet.url, asks)
 
     async def learn_again(self, asks: Sequence[Ask]) -> None:
-        """The fleet is another one now: answers to these requests may also be like those that it
-        gives."""
+        """Learn the updated fleet's answers to these requests.
+
+        Later answers may match these or the old ones.
+        """
         await self._later.learn(self.session, self.fleet.url, asks)
 
     def start(
         self, a: Ask, on_event: Callable[[Answer], None] = lambda _: None, may_read: asyncio.Event | None = None
     ) -> Answer:
-        """Send a request; its answer is filled in as it arrives, its events not before `may_read`
-        is set."""
+        """Send a request.
+
+        Its answer is filled in as events arrive; they are read once `may_read` is set.
+        """
 
         def note(answer: Answer) -> None:
             self._first_event.set()
@@ -237,11 +247,9 @@ class Experiment:
     async def victim(
         self, tokens: int = _VICTIM_TOKENS, prompt: int = 50, *, alone: bool = False
     ) -> tuple["Watched", int]:
-        """Start one stream and, unless it is to be `alone`, others around it; returns it and the
-        pid of its replica.
+        """Start one stream and, unless `alone`, others around it. Return it and its replica's pid.
 
-        It has a cache salt of its own, so that its whole prompt is computed: the learnt one is in a
-        prefix cache.
+        It has its own cache salt, so that its whole prompt is computed.
         """
         rng = Random(6)
         target = ask("victim", prompt_text(rng, prompt), tokens, temperature=1, seed=7, logprobs=1)
@@ -261,7 +269,8 @@ class Experiment:
         await asyncio.sleep(0.1)
 
     async def locate(self, but: int = 0) -> int:
-        """The replica with the most requests, other than `but`, as the ingress counts them."""
+        """Return the pid of the replica with the most requests, except `but`, as counted by the
+        ingress."""
         deadline = time.monotonic() + _LOCATE_LIMIT_S
         while time.monotonic() < deadline:
             in_flight = await asyncio.to_thread(self.fleet.in_flight)
@@ -276,27 +285,29 @@ class Experiment:
         await asyncio.sleep(self.rng.uniform(0, within_s))
 
     def send_signal(self, pid: int, number: signal.Signals) -> None:
-        """Signal a process, and probe from then on until a new request is served."""
+        """Send a signal to a process, then probe until a new request is served."""
         os.kill(pid, number)
         self.struck()
 
     def struck(self) -> None:
-        """Note that the fault has struck and start to probe."""
+        """Record the time of the fault and start to probe."""
         self._struck_at = time.monotonic()
         if self._prober is None and not self.fault.last:
             self._prober = asyncio.create_task(self._probe())
 
     async def finish(self) -> None:
-        """Wait until every request has ended; those that take too long count as hung."""
+        """Wait until every request has ended. Those that take too long count as hung."""
         await settle(self.tasks, _STREAMS_LIMIT_S)
 
     # What is checked.
 
     async def _probe(self) -> None:
-        """Ask until an answer arrives; each try has a time limit, since its connection may lead to
-        a dead process."""
+        """Send requests until one is answered.
+
+        Each has a time limit, since its connection may lead to a dead process.
+        """
         assert self._struck_at is not None
-        told: dict[str, int] = {}
+        counts: dict[str, int] = {}
         while (elapsed := time.monotonic() - self._struck_at) < _PROBE_LIMIT_S:
             answer = Answer(PROBE)
             with suppress(TimeoutError):
@@ -306,14 +317,14 @@ class Experiment:
                 self.row.recovery_s = time.monotonic() - self._struck_at
                 break
             failure = f"{answer.outcome.value} {answer.detail}"[:120]
-            told[failure] = told.get(failure, 0) + 1
-            if answer.outcome not in self.fault.allowed and told[failure] == 1:
+            counts[failure] = counts.get(failure, 0) + 1
+            if answer.outcome not in self.fault.allowed and counts[failure] == 1:
                 self.row.problems.append(f"a new request: {failure}")
             await asyncio.sleep(_PROBE_PAUSE_S)
         else:
             self.row.problems.append(f"no new request served within {elapsed:.0f} s")
-        if told:
-            self.row.notes["probes"] = told
+        if counts:
+            self.row.notes["probes"] = counts
         if self.row.recovery_s is not None and self.row.recovery_s > self.fault.recovery_limit_s:
             self.row.problems.append(f"a new request was served only after {self.row.recovery_s:.1f} s")
 
@@ -344,8 +355,8 @@ class Experiment:
                 row.problems.append(f"a stream was silent for {silence_s:.1f} s, longer than {limit_s:.1f} s")
 
     async def _aftermath(self) -> None:
-        """Check that nothing is left behind, every replica is back, and the next request is
-        answered correctly."""
+        """Check that no resources leak, every replica is back, and the next request is answered
+        correctly."""
         await self.fleet.wait_whole()
         if self._struck_at is not None:
             self.row.whole_s = time.monotonic() - self._struck_at
@@ -362,7 +373,7 @@ class Experiment:
             self.row.problems.append("the next request was answered incorrectly")
 
     async def _check_holdings(self) -> None:
-        """Check that the surviving processes hold no more than before."""
+        """Check that the surviving processes hold no more resources than before."""
         deadline = time.monotonic() + _SETTLE_LIMIT_S
         while excess := _excesses(self._before, await asyncio.to_thread(self.fleet.holdings)):
             if time.monotonic() > deadline:
@@ -380,11 +391,11 @@ class Watched:
         self._advanced = asyncio.Event()
 
     def on_event(self, _answer: Answer) -> None:
-        """To be called at each of its events."""
+        """Call this at each event of the stream."""
         self._advanced.set()
 
     async def tokens(self, count: int, limit_s: float = 60.0) -> None:
-        """Wait for its `count`-th token. Raises `TimeoutError`."""
+        """Wait for the stream's `count`-th token. Raises `TimeoutError`."""
         async with asyncio.timeout(limit_s):
             while self.answer.num_tokens < count:
                 self._advanced.clear()

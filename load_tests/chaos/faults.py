@@ -1,9 +1,7 @@
-"""The faults: what strikes when. Each is a coroutine that starts requests, strikes, and returns
-while they run on.
+"""The faults. Each is a coroutine that starts requests, injects a fault and returns while they run.
 
-At a known point: after a given event of one given stream, with a few others around it. At a random
-point: with 32 streams running, at a moment drawn from the seed. `experiment` decides what must hold
-afterwards.
+Known point: after a given event of one stream, with a few others around it. Random point: under 32
+streams, at a moment drawn from the seed. `experiment` has the checks afterwards.
 """
 
 import asyncio
@@ -32,11 +30,11 @@ _NEWCOMERS = 8
 _LONG_PROMPT, _ONLY_THE_LONG = 3900, 700
 """The longest prompt; no other sequence reaches this position."""
 _SHORT_STEPS = Shape(step_tokens=8)
-"""Computing a prompt of this length takes half a second."""
+"""Steps so small that a prompt of `_LONG_PROMPT` tokens takes half a second."""
 _SMALL_POOL = Shape(kv_cache_gib=0.004)
-"""About 7,500 tokens in 8 bits and 4,200 in 16; eight sequences need 12,000."""
+"""A KV pool of about 7,500 tokens in 8 bits and 4,200 in 16; eight sequences need 12,000."""
 _NO_PATIENCE = Shape(failover_wait_s=2.0)
-"""Requests give up before Ray has replaced the replicas."""
+"""Failover that waits for less time than Ray takes to replace replicas."""
 _REFUSED = "request_killed_replicas"
 _MAY_FAIL = frozenset({Outcome.ERROR})
 _MAY_BE_CUT = frozenset({Outcome.ERROR, Outcome.CUT})
@@ -50,7 +48,7 @@ def _strike_replica(number: signal.Signals) -> Callable[[Experiment], Awaitable[
 
 
 async def _replica_in_decode(experiment: Experiment) -> int:
-    """Known: the victim's replica, after its 200th event. Random: any, at any time."""
+    """Known: the victim's replica, after its 200th event. Random: any replica, at any time."""
     if experiment.moment == "known":
         victim, pid = await experiment.victim()
         await victim.tokens(_AT_TOKEN)
@@ -61,8 +59,10 @@ async def _replica_in_decode(experiment: Experiment) -> int:
 
 
 async def _stick_step(experiment: Experiment) -> None:
-    """A replica's engine thread stops, the rest of the process runs on; requests arrive until Ray
-    has replaced it."""
+    """Stop a replica's engine thread while its other threads run.
+
+    Requests arrive until Ray has replaced it.
+    """
     asks = await experiment.mixed(Random(8), 16, 400)
     threads = {
         process.pid: await asyncio.to_thread(_engine_thread, process.pid) for process in experiment.fleet.replicas()
@@ -79,15 +79,17 @@ async def _stick_step(experiment: Experiment) -> None:
 
 
 def _engine_thread(pid: int) -> int:
-    """The kernel's id of the thread that runs the engine's steps."""
+    """Return the kernel's id of the thread that runs the engine's steps."""
     py_spy = Path(sys.executable).with_name("py-spy")
     dump = subprocess.run((py_spy, "dump", "--json", "--pid", str(pid)), capture_output=True, check=True).stdout
     return next(int(thread["os_thread_id"]) for thread in json.loads(dump) if thread["thread_name"] == "engine")
 
 
 async def _kill_in_prefill(experiment: Experiment) -> None:
-    """While the victim's prompt of 3,900 tokens is being computed; at the random point, 32 prompts
-    of 1,500 tokens."""
+    """Kill the replica while it computes the victim's prompt of 3,900 tokens.
+
+    At the random point, while it computes 32 prompts of 1,500 tokens.
+    """
     if experiment.moment == "known":
         victim, pid = await experiment.victim(tokens=100, prompt=_LONG_PROMPT)
         experiment.send_signal(pid, signal.SIGKILL)
@@ -100,10 +102,10 @@ async def _kill_in_prefill(experiment: Experiment) -> None:
 
 
 async def _kill_twice(experiment: Experiment) -> None:
-    """The victim's replica and, once the stream has continued, the next one: it must end on the
-    third.
+    """Kill the victim's replica and, once the stream has continued, the next one.
 
-    At the random point: any replica, and another one a moment later.
+    The stream must end on the third. At the random point: any replica, and another one a moment
+    later.
     """
     if experiment.moment == "known":
         victim, pid = await experiment.victim(alone=True)
@@ -121,8 +123,10 @@ async def _kill_twice(experiment: Experiment) -> None:
 
 
 async def _kill_until_refused(experiment: Experiment) -> None:
-    """Every replica that computes one long prompt, until its request is refused: the other streams
-    continue."""
+    """Kill every replica that computes one long prompt, until its request is refused.
+
+    Other streams continue.
+    """
     if experiment.moment == "known":
         for a in await experiment.mixed(Random(9), _NEWCOMERS, 400):
             experiment.start(a)
@@ -146,8 +150,10 @@ async def _kill_until_refused(experiment: Experiment) -> None:
 
 
 async def _leave_none(experiment: Experiment) -> None:
-    """All replicas at once, with clients that do not wait: streams end with one error event, new
-    requests get a 503."""
+    """Kill all replicas at once, with a short `failover_wait_s`.
+
+    Streams end with one error event, new requests get a 503.
+    """
     await _under_way(experiment)
     under_way = [answer for answer in experiment.answers if answer.outcome is Outcome.HUNG]
     _kill_replicas(experiment)
@@ -167,8 +173,7 @@ async def _leave_none(experiment: Experiment) -> None:
 
 
 async def _kill_all(experiment: Experiment) -> None:
-    """All replicas at once: streams may end with a typed error, and the fleet must recover by
-    itself."""
+    """Kill all replicas at once. Streams may end with a typed error, and the fleet must recover."""
     await _under_way(experiment)
     _kill_replicas(experiment)
 
@@ -181,7 +186,7 @@ def _kill_replicas(experiment: Experiment) -> None:
 
 
 async def _under_way(experiment: Experiment) -> None:
-    """Known: nine streams and the victim's 200th event. Random: 32 streams and any time."""
+    """Known: nine streams, at the victim's 200th event. Random: 32 streams, at any time."""
     if experiment.moment == "known":
         victim, _ = await experiment.victim()
         await victim.tokens(_AT_TOKEN)
@@ -192,7 +197,7 @@ async def _under_way(experiment: Experiment) -> None:
 
 def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
     async def strike(experiment: Experiment) -> None:
-        """Kill a process that holds neither replicas nor streams."""
+        """Kill a process that has neither replicas nor streams."""
         await _under_way(experiment)
         process = getattr(experiment.fleet, which)()[0]
         experiment.send_signal(process.pid, signal.SIGKILL)
@@ -201,8 +206,10 @@ def _kill_one(which: str) -> Callable[[Experiment], Awaitable[None]]:
 
 
 async def _terminate(experiment: Experiment) -> None:
-    """SIGTERM to the launcher: running streams complete, new requests are refused, every process
-    ends."""
+    """Send SIGTERM to the launcher.
+
+    Streams complete, new requests are refused, every process ends.
+    """
     await _under_way(experiment)
     fleet = experiment.fleet
     family = fleet.family()
@@ -222,7 +229,7 @@ async def _terminate(experiment: Experiment) -> None:
 
 
 async def _lose_node(experiment: Experiment) -> None:
-    """All processes of a node at once: killed at the known point; frozen, and so not reported, at
+    """Kill all processes of a node at the known point; freeze them, which Ray does not report, at
     the random one."""
     if experiment.moment == "known":
         victim, replica = await experiment.victim()
@@ -245,7 +252,7 @@ async def _lose_node(experiment: Experiment) -> None:
 
 
 def _node_of(experiment: Experiment, replica: int) -> list[int]:
-    """Pids of the raylet that `replica` runs under and of everything below it."""
+    """Return the pids of the raylet of `replica` and of all its descendants."""
     for raylet in experiment.fleet.nodes():
         below = [process.pid for process in raylet.children(recursive=True)]
         if replica in below:
@@ -267,7 +274,7 @@ UPDATES = tuple(
         ("what cannot be loaded", refused_update(set_damaged_model)),
     )
 )
-"""A key of each kind, changed and changed back."""
+"""Changes of one key of each kind. Each is changed and changed back."""
 
 FAULTS = (
     Fault("replica SIGKILL in decode", _strike_replica(signal.SIGKILL), stall_limit_s=10),

@@ -1,7 +1,6 @@
-"""A real fleet on a local Ray cluster, seen from outside: its processes, its metrics, what each
-process holds.
+"""A real fleet on a local Ray cluster, observed from outside: processes, metrics, resources.
 
-Decides how the fleet is started and how its processes are told apart; strikes none of them itself.
+Starts the fleet and identifies its processes. Injects no faults.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from serve_app.system.http_client import fetch
 REPOSITORY = Path(__file__).parents[2]
 PATHS = ("fast", "default")
 SERVE_APP = (sys.executable, "-m", "serve_app.cli")
-"""The command, also where its script is not installed."""
+"""The `serve-app` command, which works without its installed script."""
 # Ray's memory monitor would kill replicas when the machine is full, whatever filled it.
 _NO_MEMORY_MONITOR = {"RAY_memory_monitor_refresh_ms": "0"}
 _POLL_S = 0.1
@@ -53,8 +52,10 @@ Samples = dict[str, float]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the fleet is made of. A replica's KV pool holds about 18,600 tokens of the small
-    model in 8 bits, 10,500 in 16."""
+    """The size of the fleet.
+
+    A replica's KV pool holds about 18,600 tokens of the small model in 8 bits, 10,500 in 16.
+    """
 
     replicas: int = 3
     slots: int = 8
@@ -65,12 +66,12 @@ class Shape:
     failover_wait_s: float = 30.0
 
     @property
-    def places(self) -> int:
-        """The most requests that the fleet holds; one more is refused."""
+    def max_requests(self) -> int:
+        """Maximum number of requests in the fleet; one more is refused."""
         return self.replicas * (self.slots + self.waiting) + self.queue
 
     def args(self, model: str) -> dict[str, Any]:
-        """The application's `args`; settings not named here are at their defaults."""
+        """Return the application's `args`. Settings that are not named have their defaults."""
         return {
             "model": model,
             "served_model_name": MODEL,
@@ -89,7 +90,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one process holds."""
+    """The resources of one process."""
 
     fds: int
     threads: int
@@ -111,7 +112,7 @@ class Fleet:
     environment: dict[str, str]
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Living processes of the fleet whose command line matches the pattern `title`."""
+        """Return the fleet's living processes whose command line matches the pattern `title`."""
         found = []
         for process in psutil.Process(self.pid).children(recursive=True):
             try:
@@ -122,47 +123,47 @@ class Fleet:
         return found
 
     def replicas(self) -> list[psutil.Process]:
-        """Processes of engine replicas, ready or not."""
+        """Return the processes of engine replicas, ready or not."""
         return self.processes(r"^ray::ServeReplica:\w+:EngineReplica")
 
     def ingress(self) -> list[psutil.Process]:
-        """Processes of ingress replicas."""
+        """Return the processes of ingress replicas."""
         return self.processes(r"^ray::ServeReplica:\w+:Ingress")
 
     def controller(self) -> list[psutil.Process]:
-        """Serve's controller."""
+        """Return Serve's controller."""
         return self.processes(r"^ray::ServeController")
 
     def proxy(self) -> list[psutil.Process]:
-        """Whatever accepts HTTP: HAProxy itself on the fast path, Ray's Python proxy on the default
-        path."""
+        """Return the process that accepts HTTP: HAProxy on the fast path, Ray's Python proxy
+        otherwise."""
         haproxy = self.environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
         return self.processes(r"haproxy.* -f " if haproxy else r"^ray::ProxyActor")
 
     def nodes(self) -> list[psutil.Process]:
-        """The raylet of every Ray node, the ancestor of everything else on the node."""
+        """Return the raylet of every Ray node, the ancestor of all other processes of the node."""
         return self.processes(r"/raylet ")
 
     def family(self) -> list[psutil.Process]:
-        """The launcher and everything below it."""
+        """Return the launcher and all its descendants."""
         launcher = psutil.Process(self.pid)
         return [launcher, *launcher.children(recursive=True)]
 
     def wait_gone(self, family: Sequence[psutil.Process], limit_s: float = 90.0) -> tuple[int | None, list[int]]:
-        """The launcher's exit status (None while it runs) and the pids of `family` that are still
-        alive."""
+        """Return the launcher's exit status (None while it runs) and living pids of `family`."""
         gone, left = psutil.wait_procs(family, timeout=limit_s)
         status = next((process.returncode for process in gone if process.pid == self.pid), None)
         return status, [process.pid for process in left]
 
     def ready_replicas(self) -> list[int]:
-        """Pids of the living replicas that the ingress may send requests to."""
+        """Return the pids of the living replicas that the ingress may send requests to."""
         listed = self.listed()
         ready = {replica["pid"] for replica in listed if replica["condition"] == "ok" and not replica["leaving"]}
         return sorted(ready & {process.pid for process in self.replicas()})
 
     def in_flight(self) -> dict[int, int]:
-        """Requests in flight on each replica that the ingress trusts, by pid."""
+        """Return the number of requests in flight by pid, for replicas that the ingress considers
+        healthy."""
         return {replica["pid"]: replica["in_flight"] for replica in self.listed() if replica["condition"] == "ok"}
 
     def listed(self) -> list[dict[str, Any]]:
@@ -174,14 +175,13 @@ class Fleet:
             return []
 
     def metrics(self, **labels: str) -> Samples | None:
-        """The application's metrics, each summed over samples with these labels; None while nothing
-        answers."""
+        """Return the application's metrics, summed over other labels; None without an answer."""
         page = _get(f"{self.url}/metrics", _SCRAPE_TIMEOUT_S)
         return None if page is None else _samples(page, labels)
 
     def computes_beyond(self, position: int) -> int | None:
-        """The pid of a replica whose latest steps computed a token beyond this position of a
-        sequence, if any did."""
+        """Return the pid of a replica whose latest steps computed a token beyond this position;
+        None if there is none."""
         page = _get(f"{self.url}/debug/timeline?seconds=0.5", _SCRAPE_TIMEOUT_S)
         recordings = [] if page is None else json.loads(page)["replicas"]
         pids = {replica["id"]: replica["pid"] for replica in self.listed()}
@@ -192,15 +192,17 @@ class Fleet:
         return None
 
     def busy(self) -> Samples:
-        """The gauges that must be zero without requests and are not; `{"metrics": nan}` while there
-        are no metrics."""
+        """Return the gauges that must be zero without requests and are not.
+
+        `{"metrics": nan}` while there are no metrics.
+        """
         samples = self.metrics()
         if samples is None:
             return {"metrics": float("nan")}
         return {name: samples[name] for name in _IDLE if samples.get(name, 0.0) != 0.0}
 
     def holdings(self) -> dict[int, Holding]:
-        """What every process of ours and of Serve's holds, by pid."""
+        """Return the resources of our processes and of Serve's, by pid."""
         held = {}
         tasks = (self.metrics() or {}).get("serve_app_ingress_tasks", 0.0)
         ingress, proxy = self.ingress(), self.proxy()
@@ -218,7 +220,10 @@ class Fleet:
         return held
 
     async def wait_whole(self, limit_s: float = 120.0) -> float:
-        """Wait until every replica is ready and no other process is left; the seconds it took."""
+        """Wait until every replica is ready and no other process is left.
+
+        Return the seconds it took.
+        """
         try:
             return await wait_for(
                 lambda: len(self.ready_replicas()) == self.shape.replicas == len(self.replicas()),
@@ -230,17 +235,19 @@ class Fleet:
             raise NotInTimeError(f"{error}; processes {pids}, and the ingress knows {self.listed()}") from None
 
     async def wait_idle(self, limit_s: float = 30.0) -> float:
-        """Wait until nothing runs, waits or holds blocks; the seconds it took."""
+        """Wait until nothing runs, waits or holds blocks. Return the seconds it took."""
         return await wait_for(lambda: not self.busy(), "idle", limit_s)
 
 
 class NotInTimeError(Exception):
-    """What was awaited did not happen."""
+    """An awaited condition did not hold in time."""
 
 
 async def wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> float:
-    """Evaluate `condition` in a thread until it holds; the seconds it took. Raises
-    `NotInTimeError`."""
+    """Evaluate `condition` in a thread until it holds. Return the seconds it took.
+
+    Raises `NotInTimeError`.
+    """
     start = time.monotonic()
     while not await asyncio.to_thread(condition):
         if time.monotonic() - start > limit_s:
@@ -250,15 +257,17 @@ async def wait_for(condition: Callable[[], bool], what: str, limit_s: float) -> 
 
 
 def path_environment(path: str) -> dict[str, str]:
-    """The environment that puts Ray Serve on its fast or its default path."""
+    """Return the environment that puts Ray Serve on its fast or its default path."""
     switches = dict.fromkeys(FAST_PATH_ENVIRONMENT, "0") if path == "default" else FAST_PATH_ENVIRONMENT
     return {**_NO_MEMORY_MONITOR, **switches}
 
 
 @asynccontextmanager
 async def serving(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
-    """`serve-app serve` with `shape` on Ray's `path` ("fast" or "default"); its log and config go
-    to `folder`."""
+    """Run `serve-app serve` with `shape` on Ray's `path` ("fast" or "default").
+
+    Its log and config go to `folder`.
+    """
     config_path = write_config(folder / f"{path}.yaml", shape.args(model))
     port = yaml.safe_load(config_path.read_text())["http_options"]["port"]
     command = ServerCommand(
@@ -276,11 +285,10 @@ async def serving(path: str, model: str, folder: Path, shape: Shape) -> AsyncIte
 
 @asynccontextmanager
 async def serving_on_nodes(path: str, model: str, folder: Path, shape: Shape) -> AsyncIterator[Fleet]:
-    """The same application on a cluster of four nodes (see `cluster`), submitted to it with `serve
-    run`.
+    """Run the application on a cluster of four nodes (`cluster`), submitted with `serve run`.
 
-    HTTP goes through Ray's Python proxy on both paths: HAProxy's ports would be open on every
-    interface here.
+    HTTP goes through Ray's Python proxy on both paths, because HAProxy's ports would be open on
+    every interface.
     """
     environment = path_environment(path) | dict(LAUNCHER_ENVIRONMENT) | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
     config_path = write_config(folder / f"nodes-{path}.yaml", shape.args(model), _ON_NODES)
@@ -308,8 +316,10 @@ async def serving_on_nodes(path: str, model: str, folder: Path, shape: Shape) ->
 
 
 async def submit(config: Path, address: str, environment: Mapping[str, str]) -> None:
-    """`serve run` a config on the Ray cluster at `address`. Raises `RuntimeError` when Serve does
-    not take it."""
+    """Run a config with `serve run` on the Ray cluster at `address`.
+
+    Raises `RuntimeError` if Serve refuses it.
+    """
     process = await asyncio.create_subprocess_exec(
         *(str(Path(sys.executable).with_name("serve")), "run", "--non-blocking", "--address", address, str(config)),
         env={**os.environ, **environment},
@@ -322,7 +332,7 @@ async def submit(config: Path, address: str, environment: Mapping[str, str]) -> 
 
 
 def write_config(path: Path, args: dict[str, Any], deployments: Sequence[dict[str, Any]] = ()) -> Path:
-    """deploy/config.yaml with other `args`, on a free port."""
+    """Write deploy/config.yaml with other `args` and on a free port. Return its path."""
     config = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())
     config["http_options"]["port"] = free_port()
     application = config["applications"][0]
@@ -335,7 +345,7 @@ def write_config(path: Path, args: dict[str, Any], deployments: Sequence[dict[st
 
 @asynccontextmanager
 async def _entered(command: ServerCommand, log: Path) -> AsyncIterator[int]:
-    """`running`, with its waiting in threads."""
+    """Run the command like `running`, but wait in threads."""
     context = running(command, log)
     server = await asyncio.to_thread(context.__enter__)
     try:
@@ -352,7 +362,7 @@ def _get(url: str, timeout_s: float) -> str | None:
 
 
 def _samples(page: str, labels: Mapping[str, str]) -> Samples:
-    """Samples with these labels, summed over all others, histogram buckets left out."""
+    """Return samples with these labels, summed over all others, without histogram buckets."""
     samples: Samples = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -1,8 +1,7 @@
-"""10,000 requests whose clients hang up at once: what health checks and a client of another line
-notice.
+"""10,000 requests whose clients disconnect at once: effects on health checks and other clients.
 
-The crowd is a process of its own (`python -m load_tests.chaos.hang_ups PORT COUNT`), so that it
-does not slow down the clients that are measured.
+The crowd is a separate process (`python -m load_tests.chaos.hang_ups PORT COUNT`), so that it does
+not slow down the measured clients.
 """
 
 import asyncio
@@ -31,8 +30,8 @@ _REQUEST = (
 
 
 async def hang_up(experiment: Experiment) -> None:
-    """Health is answered within half a second, and a client with a line of its own has its first
-    token within two."""
+    """Check that health is answered within 0.5 s, and another tenant's first token comes within 2
+    s."""
     port = experiment.fleet.url.rpartition(":")[2]
     command = (sys.executable, "-m", "load_tests.chaos.hang_ups", port, str(_REQUESTS))
     crowd = await asyncio.create_subprocess_exec(*command)
@@ -57,8 +56,8 @@ async def hang_up(experiment: Experiment) -> None:
 
 
 async def _probe(session: aiohttp.ClientSession, url: str, ended: "asyncio.Task[int]") -> list[tuple[int, float]]:
-    """(status, seconds) of at least 100 probes, each at its time however long others take, until
-    the crowd is over."""
+    """Return (status, seconds) of at least 100 probes, sent at fixed times until the crowd has
+    ended."""
     probes: list[asyncio.Task[tuple[int, float]]] = []
 
     async def probe() -> tuple[int, float]:
@@ -74,10 +73,10 @@ async def _probe(session: aiohttp.ClientSession, url: str, ended: "asyncio.Task[
 
 
 async def _first_tokens(experiment: Experiment, ended: "asyncio.Task[int]") -> list[float]:
-    """Seconds to the first token of short requests, one after another, while the crowd runs."""
+    """Return the TTFT in seconds of short requests, one after another, while the crowd runs."""
     waits_s: list[float] = []
     while not ended.done():
-        answer = Answer(ask("of another line", "Is there a place?", 4, user="another"))
+        answer = Answer(ask("of another line", "Is there a free slot?", 4, user="another"))
         experiment.answers.append(answer)
         await send_into(answer, experiment.session, experiment.fleet.url)
         waits_s.append(answer.wait_s())

@@ -1,5 +1,4 @@
-"""A thousand streams while a random ready replica is killed every few seconds, and how many clients
-notice."""
+"""1,000 streams while a random ready replica is killed every few seconds: effects on clients."""
 
 import asyncio
 import os
@@ -22,7 +21,7 @@ _MUST_BE_NONE = ("failed", "lost_tokens", "doubled_tokens", "unequal")
 
 @dataclass
 class _Killer:
-    """Every `every_s` seconds: SIGKILL to a random ready replica, unless no other one is ready."""
+    """Kills a random ready replica every `every_s` seconds, unless it is the only one."""
 
     fleet: Fleet
     every_s: float
@@ -30,7 +29,7 @@ class _Killer:
     killed: int = 0
     skipped: int = 0
     struck: int = 0
-    """Requests on the killed replicas, as the ingress counted them a moment before."""
+    """Requests on the killed replicas, as counted by the ingress just before."""
     ready: Counter[int] = field(default_factory=Counter)
 
     async def run(self) -> None:
@@ -83,7 +82,7 @@ async def kill_loop(fleet: Fleet, requests: int, at_once: int, every_s: float, s
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The expectations that the figures miss, in words."""
+    """Return the expectations that the figures miss, as sentences."""
     faults = [f"{figures[name]} {name.replace('_', ' ')}" for name in _MUST_BE_NONE if figures[name]]
     if not figures["killed"]:
         faults.append("no replica was killed")

@@ -1,11 +1,9 @@
-"""Clients that make the ingress hold as much as they can: what it grows to, and what others notice
-of them.
+"""Clients that make the ingress hold as much memory as possible: its growth, and effects on others.
 
-Readers that never read ask for answers of 64 choices with 20 log-probabilities per token, and
-others send bodies of
-4 MiB in a loop. Beside them run ordinary streams, which ran alone before: their longest gaps are
-compared. The hostile clients are a process of their own, of low priority: elsewhere they would not
-take the machine from the server, nor the event loop from the ordinary clients.
+Some clients never read their answers, which have 64 choices with 20 log-probabilities per token.
+Others send bodies of 4 MiB in a loop. The longest gaps of ordinary streams are compared with those
+of a run without such clients. The hostile clients are a separate process of low priority, since
+real ones would not compete with the server for its CPU.
 """
 
 import asyncio
@@ -29,7 +27,7 @@ from load_tests.chaos.traffic import MODEL, Answer, Outcome, ask, open_narrow_se
 _READERS, _SENDERS, _STREAMS = 200, 100, 4
 _CHOICES = 64
 PLACES = _READERS * _CHOICES + _STREAMS
-"""In the ingress's queue: every reader is to be admitted."""
+"""Size of the ingress's queue, in which all readers fit."""
 _BODY_BYTES = 4 * 2**20 - 1024
 _OUTPUT = 400
 _PAUSE_S = 0.2
@@ -40,8 +38,10 @@ _GROWTH_LIMIT_MIB, _GAP_LIMIT_S = 256, 0.1
 
 
 async def memory(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Ordinary streams alone for a quarter of `seconds`, then `seconds` beside the hostile
-    clients."""
+    """Run ordinary streams alone for a quarter of `seconds`, then `seconds` beside hostile clients.
+
+    Return the figures.
+    """
     rng = Random(seed)
     ingress = fleet.ingress()[0]
     async with open_session() as session:
@@ -67,7 +67,7 @@ async def memory(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The expectations that the figures miss, in words."""
+    """Return the expectations that the figures miss, as sentences."""
     faults = []
     if figures["ingress_replaced"]:
         faults.append("the ingress did not survive it")
@@ -84,7 +84,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 async def _ordinary(session: aiohttp.ClientSession, fleet: Fleet, seconds: float, rng: Random) -> list[Answer]:
-    """Streams, a few at a time, one after another until `seconds` have passed."""
+    """Run a few streams at a time until `seconds` have passed. Return their answers."""
     answers: list[Answer] = []
     until = time.monotonic() + seconds
 
@@ -106,7 +106,10 @@ def _told(answers: list[Answer]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _hostile_process(url: str, seed: int) -> AsyncIterator[Counter[str]]:
-    """The hostile clients while the block runs; after it, how their bodies were answered."""
+    """Run the hostile clients in this context.
+
+    Afterwards the counter has the answers to their bodies.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_be_hostile, args=(url, seed, theirs), daemon=True)
@@ -140,7 +143,7 @@ async def _attack(url: str, rng: Random, connection: Connection) -> None:
 
 
 async def _read_nothing(url: str, seed: int) -> None:
-    """Ask for a large streamed answer and read none of it; when the server ends that, ask again."""
+    """Request a large streamed answer and read none of it. Repeat when the server ends it."""
     body = ask("unread", "Tell me everything.", 195, temperature=1, seed=seed, n=_CHOICES, logprobs=20).body
     while True:
         with suppress(aiohttp.ClientError, OSError):
@@ -150,7 +153,7 @@ async def _read_nothing(url: str, seed: int) -> None:
 
 
 async def _send_bodies(session: aiohttp.ClientSession, url: str, content: bytes, outcomes: Counter[str]) -> None:
-    """Send `content` again and again, whatever the answer."""
+    """Send `content` in a loop and count the answers."""
     headers = {"Content-Type": "application/json"}
     while True:
         try:
@@ -182,7 +185,7 @@ def _many_ids() -> bytes:
 
 
 class _Most:
-    """The most resident memory of a process so far."""
+    """The maximum of a process's resident memory."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process

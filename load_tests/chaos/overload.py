@@ -1,9 +1,8 @@
-"""Ten times the fleet's capacity, for minutes: what admitted clients get, what refused ones are
-told, what it costs.
+"""Ten times the fleet's capacity, for minutes: admitted clients' answers, refusals, and memory.
 
-Capacity is measured first, with as many requests in flight as the fleet has places. Then requests
-arrive at ten times that rate, each at its own time however slow the answers are (open loop).
-A refused client tries once more, after its `Retry-After`.
+Capacity is measured first, with as many requests in flight as the fleet holds. Then requests arrive
+at ten times that rate, independent of the answers (open loop). A refused client tries once more,
+after its `Retry-After`.
 """
 
 import asyncio
@@ -28,26 +27,25 @@ _SETTLED_AFTER_S = 60.0
 _WANTED_OF_PEAK, _MEMORY_LIMIT = 0.8, 0.02
 _LONGEST_RETRY_AFTER_S = 60
 _LATE_S = 0.2
-"""Clients sleep at least as long as they were told, and at most so much longer."""
+"""Clients may return this much later than their `Retry-After`."""
 
 
 @dataclass
 class _Crowd:
-    """What happened to all clients."""
+    """The answers to all clients."""
 
     first: list[Answer] = field(default_factory=list)
     """The first try of each client."""
     returned: list[Answer] = field(default_factory=list)
     """The second try of each refused client whose `Retry-After` has passed."""
-    told_s: list[float] = field(default_factory=list)
-    """What each refusal's `Retry-After` said."""
+    retry_after_s: list[float] = field(default_factory=list)
+    """The `Retry-After` of each refusal."""
     num_due: int = 0
-    """Of these, how many were over within the run."""
+    """Number of refused clients whose `Retry-After` passed within the run."""
 
 
 class _Memory:
-    """Resident memory of every process of ours and of Serve's, sampled until the end of the `with`
-    block."""
+    """Resident memory of our processes and of Serve's, sampled until the end of the context."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -69,8 +67,8 @@ class _Memory:
             await asyncio.sleep(_SAMPLE_S)
 
     def figures(self) -> dict[str, Any]:
-        """MiB after the first minute, the maximum since then and the end; growth relative to the
-        first."""
+        """Return the MiB after the first minute, the maximum since then and at the end, and the
+        growth relative to the first."""
         settled = [mib for at, mib in self._samples if at >= _SETTLED_AFTER_S]
         if not settled:
             return {"memory_mib": None, "memory_growth": None}
@@ -81,7 +79,10 @@ class _Memory:
 
 
 async def overload(fleet: Fleet, seconds: float, capacity_s: float, seed: int) -> dict[str, Any]:
-    """Measure capacity for `capacity_s` seconds, then offer ten times as much for `seconds`."""
+    """Measure capacity for `capacity_s` seconds, then offer ten times as much for `seconds`.
+
+    Return the figures.
+    """
     rng = Random(seed)
     async with open_session() as session:
         await _closed_loop(session, fleet, _WARM_UP_S, rng)
@@ -106,19 +107,19 @@ async def overload(fleet: Fleet, seconds: float, capacity_s: float, seed: int) -
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The expectations that the figures miss, in words; figures that were not measured are left
-    out."""
+    """Return the expectations that the figures miss, as sentences, without those that were not
+    measured."""
     faults = []
     if figures["tok_s_of_peak"] < _WANTED_OF_PEAK:
-        faults.append(f"the admitted got {figures['tok_s_of_peak']:.1%} of the peak, not {_WANTED_OF_PEAK:.0%}")
+        faults.append(f"throughput was {figures['tok_s_of_peak']:.1%} of the peak, not {_WANTED_OF_PEAK:.0%}")
     if others := figures["refused"] - figures["refused_with_429"]:
         faults.append(f"{others} first tries ended neither complete nor with 429: {figures['first_tries']}")
-    if without := figures["refused_with_429"] - figures["told_when_to_come_back"]:
-        faults.append(f"{without} were refused without Retry-After")
+    if without := figures["refused_with_429"] - figures["with_retry_after"]:
+        faults.append(f"refusals without Retry-After: {without}")
     if (longest := figures["longest_retry_after_s"]) is None:
-        faults.append("no client was told when to come back")
+        faults.append("no refusal had a Retry-After")
     elif longest > _LONGEST_RETRY_AFTER_S:
-        faults.append(f"a client was told to come back after {longest:.0f} s, more than {_LONGEST_RETRY_AFTER_S}")
+        faults.append(f"the longest Retry-After was {longest:.0f} s, more than {_LONGEST_RETRY_AFTER_S} s")
     if (growth := figures["memory_growth"]) is None:
         faults.append(f"a run of {figures['seconds']:.0f} s does not show how memory grows after the first minute")
     elif growth > _MEMORY_LIMIT:
@@ -127,13 +128,13 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 async def _closed_loop(session: aiohttp.ClientSession, fleet: Fleet, seconds: float, rng: Random) -> float:
-    """Output tokens per second with every place of the engines taken and some clients waiting."""
+    """Return output tokens per second with every slot taken and some clients waiting."""
 
     async def client() -> None:
         while True:
             await send(session, fleet.url, _new_request(rng))
 
-    clients = [asyncio.create_task(client()) for _ in range(fleet.shape.places - fleet.shape.queue // 2)]
+    clients = [asyncio.create_task(client()) for _ in range(fleet.shape.max_requests - fleet.shape.queue // 2)]
     await asyncio.sleep(_SETTLE_S)
     tok_s = await _token_rate(fleet, seconds)
     await _end(clients)
@@ -144,8 +145,10 @@ async def _closed_loop(session: aiohttp.ClientSession, fleet: Fleet, seconds: fl
 async def _open_loop(
     session: aiohttp.ClientSession, fleet: Fleet, rate: float, seconds: float, rng: Random
 ) -> tuple[_Crowd, float, float]:
-    """Poisson arrivals of `rate` clients a second; returns the clients, output tokens and clients
-    per second."""
+    """Send Poisson arrivals of `rate` clients a second.
+
+    Return the clients, output tokens and clients per second.
+    """
     crowd = _Crowd()
     clients: list[asyncio.Task[None]] = []
 
@@ -154,7 +157,7 @@ async def _open_loop(
         answer = await send(session, fleet.url, a)
         crowd.first.append(answer)
         if answer.status == 429 and answer.retry_after_s is not None:
-            crowd.told_s.append(answer.retry_after_s)
+            crowd.retry_after_s.append(answer.retry_after_s)
             await asyncio.sleep(answer.retry_after_s + rng.uniform(0, _LATE_S))
             crowd.num_due += 1
             crowd.returned.append(await send(session, fleet.url, a))
@@ -193,7 +196,7 @@ def _output_tokens(fleet: Fleet) -> float:
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """All clients disconnect, which cancels the running requests."""
+    """Disconnect all clients, which cancels the running requests."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -206,9 +209,9 @@ def _what_happened(crowd: _Crowd) -> dict[str, Any]:
         "first_tries": _outcomes(crowd.first),
         "refused": len(refused),
         "refused_with_429": sum(answer.status == 429 for answer in refused),
-        "told_when_to_come_back": len(crowd.told_s),
-        "retry_after_s": {f"p{p}": percentile(crowd.told_s, p) for p in (1, 50, 99)},
-        "longest_retry_after_s": max(crowd.told_s, default=None),
+        "with_retry_after": len(crowd.retry_after_s),
+        "retry_after_s": {f"p{p}": percentile(crowd.retry_after_s, p) for p in (1, 50, 99)},
+        "longest_retry_after_s": max(crowd.retry_after_s, default=None),
         "due_within_the_run": crowd.num_due,
         "came_back": _outcomes(crowd.returned),
         "came_back_admitted": round(back[200] / len(crowd.returned), 4) if crowd.returned else None,

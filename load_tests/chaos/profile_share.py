@@ -1,13 +1,11 @@
-"""The share of the servers' CPU time that failover and observability cost, by sampling their stacks
-under load.
+"""The share of the servers' CPU time that failover and observability cost, by sampling stacks.
 
-A sample counts towards a part when our innermost frame belongs to that part and no frame of Ray's
-lies below it: then the interpreter is in the part's own bookkeeping, or in the standard library or
-the Prometheus client on its behalf. All of a part's modules count, even what a server without the
-part would need elsewhere. Reading a link's frames counts too, since they carry heartbeats along
-with tokens; writing them does not, since under load they are sent for the tokens. Each thread's
-samples are weighted by its CPU time. Nothing fails meanwhile, and metrics are scraped as often as
-deploy/prometheus.yml says.
+A sample counts for a part if our innermost frame belongs to that part and no frame of Ray's is
+below it. Then the interpreter runs the part's own bookkeeping, or the standard library or the
+Prometheus client for it. All of a part's modules count, even code that a server without the part
+would need elsewhere. Reading a link's frames counts, since they contain heartbeats; writing them
+does not, since under load they are sent for the tokens. Samples of a thread are weighted by its CPU
+time. No fault is injected. Metrics are scraped at the interval of deploy/prometheus.yml.
 """
 
 import asyncio
@@ -34,7 +32,7 @@ _FAILOVER_LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Part:
-    """Whole modules of ours, and single functions of others."""
+    """A part of the code: whole modules of ours, and single functions of others."""
 
     modules: frozenset[str]
     functions: frozenset[str]
@@ -66,8 +64,10 @@ _METRICS_PORT = "socketserver.py"
 
 
 async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Keep every slot taken, sample ingress and replicas for `seconds`, and weight samples by CPU
-    time."""
+    """Keep every slot taken and sample ingress and replicas for `seconds`.
+
+    Return the shares of CPU time.
+    """
     rng = Random(seed)
 
     async def client() -> None:
@@ -97,7 +97,7 @@ async def profile_share(fleet: Fleet, seconds: float, seed: int) -> dict[str, An
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The expectations that the figures miss, in words."""
+    """Return the expectations that the figures miss, as sentences."""
     share = figures["failover"]["share"]
     if share <= _FAILOVER_LIMIT:
         return []
@@ -120,8 +120,7 @@ async def _scrape(session: aiohttp.ClientSession, url: str) -> None:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """One process: its CPU time, the number of stacks sampled, and the parts' shares of that time
-    by function."""
+    """One process: its CPU time, number of sampled stacks, and each part's share by function."""
 
     cpu_s: float
     count: int
@@ -139,8 +138,10 @@ def _weighed(part: str, results: list[_Sampled], total_cpu_s: float) -> dict[str
 
 
 async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sampled:
-    """Have py-spy sample the process `_HERTZ` times a second. Raises `RuntimeError` when it
-    cannot."""
+    """Sample the process with py-spy `_HERTZ` times a second.
+
+    Raises `RuntimeError` if that fails.
+    """
     output = folder / f"{process.pid}.stacks"
     before = _thread_seconds(process)
     spy = await asyncio.create_subprocess_exec(
@@ -150,9 +151,9 @@ async def _sample(process: psutil.Process, seconds: float, folder: Path) -> _Sam
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, told = await spy.communicate()
+    _, errors = await spy.communicate()
     if spy.returncode:
-        raise RuntimeError(f"py-spy: {told.decode()[-500:]}")
+        raise RuntimeError(f"py-spy: {errors.decode()[-500:]}")
     used = {thread: cpu_s - before.get(thread, 0.0) for thread, cpu_s in _thread_seconds(process).items()}
     stacks = {stack: int(count) for stack, _, count in (line.rpartition(" ") for line in output.open())}
     # py-spy takes some sleeping threads for busy ones, so a thread's samples are weighted by its
@@ -175,14 +176,16 @@ def _thread_seconds(process: psutil.Process) -> dict[int, float]:
 
 
 def _thread(stack: str) -> int:
-    """The kernel's id of the thread, which py-spy writes before its frames."""
+    """Return the kernel's id of the thread, which py-spy writes before the frames."""
     found = re.match(r"thread \((0x[0-9A-Fa-f]+|\d+)\)", stack)
     return int(found[1], 0) if found is not None else 0
 
 
 def owner_of(stack: str) -> tuple[str, str] | None:
-    """(part, `module.function`) that this stack (outermost frame first, as py-spy writes it)
-    belongs to, if any."""
+    """Return the (part, `module.function`) to which a stack belongs; None for other stacks.
+
+    stack: outermost frame first, as py-spy writes it.
+    """
     frames = _FRAME.findall(stack)
     for function, file in reversed(frames):
         if "ray/" in file:

@@ -18,14 +18,14 @@ _SHOWN_PROBLEMS = 4
 
 
 def cells(row: Row) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     times = ["-" if seconds is None else f"{seconds:.1f}" for seconds in (row.stall_s, row.recovery_s, row.whole_s)]
     counts = map(str, (row.requests, row.complete, row.errors, row.cut, row.lost_tokens, row.doubled_tokens))
     return [row.fault, row.path, row.moment, *counts, *times, "FAILED" if row.problems else "ok"]
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table and, below it, what went wrong."""
+    """Print the table and the problems."""
     console = Console(width=170, highlight=False)
     table = Table(*_COLUMNS)
     for row in rows:
@@ -46,6 +46,6 @@ def show_problems(row: Row, console: Console | None = None) -> None:
 
 
 def write_json(rows: Sequence[Row], path: Path, seed: int) -> None:
-    """All rows with all their problems and notes."""
+    """Write all rows with their problems and notes."""
     data = {"seed": seed, "failed": sum(bool(row.problems) for row in rows), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(data, indent=2) + "\n")

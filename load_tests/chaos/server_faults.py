@@ -1,5 +1,5 @@
-"""Faults of the processes around the replicas: Ray's GCS, the proxy, the controller in the middle
-of an update."""
+"""Faults of the processes around the replicas: Ray's GCS, the proxy, the controller during an
+update."""
 
 import asyncio
 import os
@@ -18,13 +18,13 @@ from serve_app.system.http_client import HttpStatusError, fetch
 _STREAM_TOKENS = 400
 _INTO_THE_UPDATE_S = 1.5
 _AWAY_LIMIT_S = 3.0
-"""How long HAProxy may be away."""
+"""Limit of HAProxy's absence in seconds."""
 _NOT_READY_LIMIT_S = 5.0
 _SERVED, _COME_BACK = 200, 503
 
 
 async def kill_proxy(experiment: Experiment) -> None:
-    """Its connections end. HAProxy is back within three seconds; Ray's proxy takes longer."""
+    """Kill the proxy: its connections end. HAProxy is back within 3 s; Ray's proxy takes longer."""
     await _under_way(experiment)
     killed = time.monotonic()
     experiment.send_signal(experiment.fleet.proxy()[0].pid, signal.SIGKILL)
@@ -37,7 +37,10 @@ async def kill_proxy(experiment: Experiment) -> None:
 
 
 async def kill_gcs(experiment: Experiment) -> None:
-    """Not ready at once, running streams complete, one line in the log, exit status 1."""
+    """Kill Ray's GCS.
+
+    The server is not ready at once, streams complete, one line is logged, and the exit status is 1.
+    """
     fleet = experiment.fleet
     await _under_way(experiment)
     family = fleet.family()
@@ -54,8 +57,10 @@ async def kill_gcs(experiment: Experiment) -> None:
 
 
 async def kill_controller_in_update(experiment: Experiment) -> None:
-    """New requests are served, or get a 503 with Retry-After; never a 404, which clients do not
-    send again."""
+    """Kill the controller during an update. New requests are served or get a 503 with Retry-After.
+
+    Never a 404, which clients do not retry.
+    """
     fleet = experiment.fleet
     asks = await experiment.mixed(Random(6), 8, _STREAM_TOKENS)
     before = fleet.config.read_text()
@@ -75,7 +80,7 @@ async def kill_controller_in_update(experiment: Experiment) -> None:
         await fleet.wait_whole()
     await experiment.finish()
     refused = [answer for answer in experiment.answers if answer.outcome is Outcome.ERROR]
-    experiment.row.notes["told_to_come_back"] = len(refused)
+    experiment.row.notes["with_retry_after"] = len(refused)
     experiment.row.problems.extend(
         f"{answer.ask.name}: {answer.status} {answer.detail}"
         for answer in refused
@@ -84,14 +89,14 @@ async def kill_controller_in_update(experiment: Experiment) -> None:
 
 
 async def _under_way(experiment: Experiment) -> None:
-    """Eight streams, each with its first token."""
+    """Start eight streams and wait for their first tokens."""
     asks = await experiment.mixed(Random(6), 8, _STREAM_TOKENS)
     answers = [experiment.start(a) for a in asks]
     await wait_for(lambda: all(answer.events or answer.ended_at for answer in answers), "first tokens", 60)
 
 
 def _health(experiment: Experiment) -> int:
-    """The status of /health/ready; 0 without an answer."""
+    """Return the status of /health/ready; 0 without an answer."""
     try:
         fetch(f"{experiment.fleet.url}/health/ready", timeout_s=1)
     except HttpStatusError as error:

@@ -1,8 +1,6 @@
-"""A small random model for the chaos suite: quick to load, slow enough for a fault to strike in
-mid-stream.
+"""A small random model that loads quickly and is slow enough for faults during streams.
 
-The tokens are exactly the printable ASCII characters, so that lost and repeated tokens show as
-characters.
+Its tokens are the printable ASCII characters, so lost and repeated tokens show as characters.
 """
 
 from pathlib import Path
@@ -17,8 +15,7 @@ _CHARACTERS = [chr(code) for code in range(32, 127)]
 
 
 def write_small_model(folder: Path, seed: int = 0, *, reverse: bool = False) -> None:
-    """Write weights, config and tokenizer to `folder`, as users have models. reverse: the
-    characters' ids."""
+    """Write weights, config and tokenizer to `folder`. reverse: reverse the token ids."""
     characters = _CHARACTERS[::-1] if reverse else _CHARACTERS
     vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", *characters])}
     config = LlamaConfig(

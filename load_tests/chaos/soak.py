@@ -1,9 +1,8 @@
-"""An hour of ordinary life: chats, clients that leave or read slowly, a kill every two minutes, an
-update every ten.
+"""An hour of normal operation: chats, clients that disconnect or read slowly, kills and updates.
 
-Requests arrive at 80 % of the measured capacity, each at its own time (open loop), and every whole
-answer is compared with the undisturbed one. What each process holds is sampled throughout;
-`soak_report` says whether it grows.
+A replica is killed every 2 minutes, and an update is deployed every 10. Requests arrive at 80 % of
+the measured capacity (open loop), and every complete answer is compared with the undisturbed one.
+The resources of each process are sampled; `soak_report` checks whether they grow.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _SLOW_BYTES = 20
 
 @dataclass
 class _Life:
-    """What has happened so far. Times are seconds since the start."""
+    """The events so far. Times are in seconds since the start."""
 
     fleet: Fleet
     rng: Random
@@ -57,11 +56,14 @@ class _Life:
 
 
 class _LeftError(Exception):
-    """The client has seen enough."""
+    """The client disconnects."""
 
 
 async def soak(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
-    """Learn the undisturbed answers, measure capacity, then live for `seconds`."""
+    """Learn the undisturbed answers, measure capacity, then run for `seconds`.
+
+    Return the figures.
+    """
     rng, references = Random(seed), References()
     async with open_session() as session:
         asks = await references.learn_mixed(session, fleet.url, mixed(rng, _DISTINCT, _MAX_TOKENS))
@@ -89,7 +91,10 @@ async def soak(fleet: Fleet, seconds: float, seed: int) -> dict[str, Any]:
 
 
 async def _learn_chats(session: aiohttp.ClientSession, fleet: Fleet, references: References, rng: Random) -> list[Ask]:
-    """Turns of conversations: each prompt is the one before, its answer, and more."""
+    """Return turns of conversations.
+
+    Each prompt is the previous one with its answer and more text.
+    """
     turns: list[Ask] = []
     for number in range(_CONVERSATIONS):
         prompt = text(rng, 60)
@@ -104,7 +109,7 @@ async def _learn_chats(session: aiohttp.ClientSession, fleet: Fleet, references:
 
 
 async def _capacity(session: aiohttp.ClientSession, fleet: Fleet, asks: list[Ask], rng: Random) -> float:
-    """Requests per second with every slot taken."""
+    """Return the requests per second with every slot taken."""
     done = 0
 
     async def client() -> None:
@@ -137,7 +142,10 @@ async def _arrive(life: _Life, session: aiohttp.ClientSession, rate: float, seco
 
 
 async def _client(life: _Life, session: aiohttp.ClientSession) -> None:
-    """One request to its end; who is refused comes back when told to."""
+    """Send one request until it is answered.
+
+    A refused one is sent again after its `Retry-After`.
+    """
     a, behaviour = life.rng.choice(life.asks), life.rng.random()
     if behaviour < _LEAVING:
         with suppress(_LeftError):
@@ -167,7 +175,7 @@ def _leave_after(events: int) -> Any:
 
 
 async def _kill(life: _Life) -> None:
-    """SIGKILL to a random ready replica, as long as it is not the last."""
+    """Kill a random ready replica every few minutes, unless it is the last one."""
     while True:
         await asyncio.sleep(_KILL_EVERY_S)
         ready = await asyncio.to_thread(life.fleet.ready_replicas)
@@ -177,8 +185,8 @@ async def _kill(life: _Life) -> None:
 
 
 async def _update(life: _Life) -> None:
-    """In turns: what running engines take over, and what replaces every process; then both back
-    again."""
+    """Deploy in turns a change that running engines apply and one that restarts them; then undo
+    both."""
     original = life.fleet.config.read_text()
     changes: tuple[Change, ...] = (_set_knob, set_arg("engine.max_wait_s", 1.5))
     applied: list[Change] = []
@@ -198,13 +206,13 @@ def _set_knob(application: Application) -> None:
 
 
 async def _deploy(fleet: Fleet, config: str) -> str:
-    """Have the launcher deploy it; what it says in the end."""
+    """Deploy the config through the launcher. Return the last line of the update."""
     log = fleet.config.with_suffix(".log")
-    told = len(log.read_text().splitlines())
+    num_lines = len(log.read_text().splitlines())
     fleet.config.write_text(config)
     os.kill(fleet.pid, signal.SIGUSR1)
-    await wait_for(lambda: end_of_update(log, told) is not None, "what became of the update", _UPDATE_LIMIT_S)
-    return end_of_update(log, told) or ""
+    await wait_for(lambda: end_of_update(log, num_lines) is not None, "end of the update", _UPDATE_LIMIT_S)
+    return end_of_update(log, num_lines) or ""
 
 
 async def _sample(life: _Life) -> None:
@@ -232,7 +240,7 @@ def _what_happened(life: _Life) -> dict[str, Any]:
     return {
         "answers": len(life.answers),
         "left": life.left,
-        "refused_and_told_when_to_come_back": life.refused,
+        "refused_with_retry_after": life.refused,
         "failed": len(failed),
         "failures": dict(Counter(f"{a.outcome.value} {a.detail}"[:160] for a in failed).most_common(8)),
         "lost_tokens": sum(difference.lost for _, difference in differences),

@@ -1,4 +1,4 @@
-"""What the processes of a long run held: whether it grows, and its picture."""
+"""Growth of the processes' resources in a long run, and its picture."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ _MUST_BE_NONE = ("failed", "lost_tokens", "doubled_tokens", "unequal")
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at one time."""
+    """The resources of one process at one time."""
 
     at_s: float
-    """Since the run began."""
+    """In seconds since the start of the run."""
     role: str
     pid: int
     age_s: float
@@ -29,9 +29,9 @@ class Sample:
 
 
 def growth(samples: Sequence[Sample], held: Callable[[Sample], float]) -> float | None:
-    """How much more is held later, as a factor, or None where the run is too short to tell.
+    """Return the factor by which a resource grew; None if the run is too short.
 
-    One process: its last third over its first. Processes that replaced each other: the later half
+    One process: the last third over the first. Processes that replaced each other: the later half
     of them over the earlier half, at equal age.
     """
     born = {sample.pid: sample.at_s - sample.age_s for sample in reversed(samples)}
@@ -47,7 +47,7 @@ def growth(samples: Sequence[Sample], held: Callable[[Sample], float]) -> float 
 
 
 def growths(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
-    """Of each role, by what is held, once the run has settled."""
+    """Return the growth by role and resource, once the run has settled."""
     settled = [sample for sample in samples if sample.at_s >= _SETTLED_AFTER_S]
     by_role = {role: [sample for sample in settled if sample.role == role] for role in _ROLES}
     return {
@@ -58,7 +58,7 @@ def growths(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The expectations that the figures miss, in words."""
+    """Return the expectations that the figures miss, as sentences."""
     faults = [f"{figures[name]} {name.replace('_', ' ')}" for name in _MUST_BE_NONE if figures[name]]
     faults += [f"an update ended with {said!r}" for _, said in figures["updates"] if said != "deployed"]
     faults += [f"the run itself broke: {problem}" for problem in figures["broken"]]
@@ -70,8 +70,8 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Write a PNG: what every process held over time, with kills (thin lines) and updates (thick
-    ones)."""
+    """Write a PNG of every process's resources over time, with kills (thin lines) and updates
+    (thick)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from serve_app.workloads.plots import COLOURS, GREY, new_figure
@@ -89,15 +89,15 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             colour = COLOURS[_ROLES.index(role)]
             one.plot([s["at_s"] / 60 for s in samples], [s[name] for s in samples], color=colour, linewidth=1)
         one.set(title=label, xlabel="minutes", ylim=(0, None))
-    for place, role in enumerate(_ROLES):
-        axes[0].plot([], [], color=COLOURS[place], label=role)
+    for index, role in enumerate(_ROLES):
+        axes[0].plot([], [], color=COLOURS[index], label=role)
     axes[0].legend(frameon=False)
     FigureCanvasAgg(figure).print_png(path)
 
 
 def _by_age(samples: Sequence[Sample], pids: Sequence[int], held: Callable[[Sample], float]) -> dict[int, float]:
-    """The median of what these processes held, by the minute of their age; the first minute is that
-    of loading."""
+    """Return the median of these processes' resource by minute of age, without the first, which is
+    loading."""
     ages: dict[int, list[float]] = {}
     for sample in samples:
         if sample.pid in pids and sample.age_s >= _AGE_STEP_S:

@@ -1,10 +1,10 @@
-"""Stops one thread of another process, like a kernel that never returns; the rest of the process
-runs on.
+"""Stops one thread of another process, like a kernel that never returns.
 
     python -m load_tests.chaos.stuck_thread THREAD_ID
 
 Uses ptrace (Linux; as root or with the right to trace), since SIGSTOP stops all threads. Prints
-"stopped" and stays until the thread is gone, because a thread whose tracer ends runs on.
+"stopped" and waits until the thread is gone, because a stopped thread continues when its tracer
+ends.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _ALL_KINDS_OF_CHILDREN = 0x40000000  # __WALL: threads are children to their tra
 
 
 def main(thread_id: int) -> None:
-    """Raises `OSError` if the thread may not be traced."""
+    """Stop the thread. Raises `OSError` if it may not be traced."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     libc.ptrace.restype = ctypes.c_long

@@ -11,8 +11,10 @@ from load_tests.chaos.traffic import open_session
 async def run_faults(
     faults: Sequence[Fault], path: str, moments: Sequence[str], model: str, folder: Path, seed: int
 ) -> AsyncIterator[Row]:
-    """Every fault at each of its moments, on fleets that they share; faults that end theirs come
-    last."""
+    """Run every fault at each of its moments, on shared fleets.
+
+    Faults that end their fleet come last.
+    """
     experiments = [(fault, moment) for fault in faults for moment in fault.moments if moment in moments]
     references = References()
     for batch in _batches(experiments):
@@ -24,15 +26,16 @@ async def run_faults(
 
 
 async def warm_up(fleet: Fleet, references: References) -> None:
-    """First uses allocate memory and threads that are no leak: get them over with before anything
-    is compared."""
+    """Send a first request. It allocates memory and threads that would later look like a leak."""
     async with open_session() as session:
         await references.learn(session, fleet.url, [PROBE])
 
 
 def _batches(experiments: Sequence[tuple[Fault, str]]) -> list[list[tuple[Fault, str]]]:
-    """Experiments that share a fleet of one shape, on one node or on several; a fault that ends it
-    comes last."""
+    """Return the experiments grouped by the shape and kind of their fleet.
+
+    A fault that ends it comes last.
+    """
     batches: list[list[tuple[Fault, str]]] = []
     fleets: dict[tuple[bool, Shape], list[tuple[Fault, str]]] = {}
     for fault, moment in sorted(experiments, key=lambda experiment: experiment[0].last):

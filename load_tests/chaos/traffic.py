@@ -1,7 +1,7 @@
 """The requests of the chaos suite, a client that records everything, and the comparison with
 undisturbed answers.
 
-Decides what counts as complete, as a typed error and as cut; knows nothing of processes and faults.
+Classifies answers as complete, typed error or cut. Independent of processes and faults.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ import aiohttp
 
 MODEL = "small"
 STOPPED = "seeded stop"
-"""Requests of this name get a stop string taken from their own answer, see `with_stop`."""
+"""Requests of this name get a stop string from their own answer (`with_stop`)."""
 _NO_ROUTE = "not found. Ping http"
-"""What Ray's HAProxy answers, with 404, when it has been restarted and knows no application yet."""
+"""HAProxy's answer, with status 404, after a restart while it knows no application yet."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
@@ -29,36 +29,35 @@ class Outcome(Enum):
     """How a request ended, as its client sees it."""
 
     COMPLETE = "complete"
-    """200, every choice with its finish reason, `[DONE]` last."""
+    """Status 200, every choice with its finish reason, `[DONE]` last."""
     ERROR = "typed error"
     """A JSON error in OpenAI's shape: the whole answer, or the last event of a stream without
     `[DONE]`."""
     CUT = "cut"
-    """The connection failed or ended without `[DONE]` or an error, or a proxy reported that nothing
-    is behind it."""
+    """The connection failed, it ended without `[DONE]` or an error, or a proxy has no backend."""
     HUNG = "hung"
-    """Not ended when the experiment gave up waiting."""
+    """Not ended when the experiment stopped waiting."""
     WRONG = "wrong"
-    """Anything else: `[DONE]` after an error, events after `[DONE]`, errors not in OpenAI's
-    shape."""
+    """Other: `[DONE]` after an error, events after `[DONE]`, errors not in OpenAI's form."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a name for the report and the body."""
+    """A request: the body, and a name for the report."""
 
     name: str
     body: dict[str, Any]
 
     @property
     def key(self) -> str:
-        """Equal for requests that must get the same answer, whatever the client and the cache."""
+        """A key that is equal for requests with the same answer, independent of user and
+        cache salt."""
         return repr({name: value for name, value in self.body.items() if name not in ("user", "cache_salt")})
 
 
 @dataclass
 class Answer:
-    """What arrived. Times are of the monotonic clock."""
+    """The recorded answer. Times are on the monotonic clock."""
 
     ask: Ask
     outcome: Outcome = Outcome.HUNG
@@ -75,28 +74,29 @@ class Answer:
     first_event_at: float | None = None
     last_event_at: float | None = None
     longest_gap_s: float = 0.0
-    """Between two events of the stream."""
+    """The longest time between two events of the stream."""
     events: int = 0
     num_tokens: int = 0
-    """That the stream has told of, of all choices."""
+    """Number of streamed tokens of all choices."""
 
     def wait_s(self, struck_at: float = 0.0) -> float:
-        """Until its first event, from the strike or from the request, whichever is later."""
+        """Return the time until the first event, from the strike or the request, whichever is
+        later."""
         return 0.0 if self.first_event_at is None else self.first_event_at - max(struck_at, self.started_at)
 
     def silence_s(self, struck_at: float = 0.0) -> float:
-        """The longest silence, the wait for the first event included."""
+        """Return the longest silence, including the wait for the first event."""
         return max(self.longest_gap_s, self.wait_s(struck_at))
 
     def said(self) -> tuple[Any, ...]:
-        """Everything in it that must not depend on what happened to the servers."""
+        """Return everything in the answer that must not depend on faults."""
         return self.texts, self.finish_reasons, self.logprobs, self.usage
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An answer beside the undisturbed one: missing and surplus characters (= tokens), and whether
-    both are equal."""
+    """A comparison with the undisturbed answer: missing and surplus characters (= tokens),
+    equality."""
 
     lost: int
     doubled: int
@@ -104,8 +104,7 @@ class Difference:
 
 
 def compare(answer: Answer, undisturbed: Answer) -> Difference:
-    """Complete answers must be equal; what a client got of a failed answer must be a prefix of
-    it."""
+    """Compare two answers. Complete ones must be equal; a failed one must be a prefix."""
     whole = answer.outcome is Outcome.COMPLETE
     lost = doubled = 0
     for index, expected in undisturbed.texts.items():
@@ -120,7 +119,7 @@ def compare(answer: Answer, undisturbed: Answer) -> Difference:
 
 
 def first_difference(answer: Answer, undisturbed: Answer) -> str:
-    """Say where two unequal answers begin to differ."""
+    """Return a description of the first difference between two answers."""
     for index, expected in undisturbed.texts.items():
         said = answer.texts.get(index, "")
         if said != expected:
@@ -144,13 +143,13 @@ def first_difference(answer: Answer, undisturbed: Answer) -> str:
 
 
 def text(rng: Random, length: int) -> str:
-    """A prompt of exactly `length` tokens."""
+    """Return a prompt of exactly `length` tokens."""
     return "".join(rng.choice(_LETTERS) for _ in range(length))
 
 
 def ask(name: str, prompt: str | list[int], max_tokens: int, **fields: Any) -> Ask:
-    """A streamed completion of exactly `max_tokens` tokens per choice, unless a stop string ends
-    it."""
+    """Return a streamed completion request of exactly `max_tokens` tokens per choice, unless a stop
+    string ends it."""
     body = {
         "model": MODEL,
         "prompt": prompt,
@@ -165,7 +164,7 @@ def ask(name: str, prompt: str | list[int], max_tokens: int, **fields: Any) -> A
 
 
 def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
-    """`count` different requests that use every feature a continued stream could get wrong."""
+    """Return `count` different requests that use every feature that failover must preserve."""
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("greedy", {}),
         ("seeded", {"temperature": 1.0, "seed": 11}),
@@ -185,7 +184,7 @@ def mixed(rng: Random, count: int, max_tokens: int) -> list[Ask]:
 
 
 def with_stop(whole: Answer) -> Ask:
-    """The request of `whole` again, with a stop string that ends it at about two thirds of its
+    """Return the request of `whole` with a stop string that ends it after about two thirds of its
     text."""
     said = whole.texts[0]
     for at in range(2 * len(said) // 3, len(said) - 3):
@@ -202,14 +201,18 @@ async def send(
     on_event: Callable[[Answer], None] = lambda _: None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Send and read to the end. Failures become the answer's outcome; cancelling leaves it hung."""
+    """Send and read to the end.
+
+    Failures become the answer's outcome; if cancelled, it stays hung.
+    """
     answer = Answer(ask)
     await send_into(answer, session, url, on_event, headers)
     return answer
 
 
 async def send_until_taken(session: aiohttp.ClientSession, url: str, ask: Ask, limit_s: float) -> Answer:
-    """As `send`, again after the time that a full line names, for at most `limit_s` seconds."""
+    """Send like `send`, again after `Retry-After` while the queue is full, for at most `limit_s`
+    seconds."""
     deadline = time.monotonic() + limit_s
     while True:
         answer = await send(session, url, ask)
@@ -227,10 +230,9 @@ async def send_into(
     slow_bytes: int = 0,
     may_read: asyncio.Event | None = None,
 ) -> None:
-    """As `send`, filling in an answer that others watch. The first `slow_bytes` bytes are read one
-    per second.
+    """Send like `send`, but fill in an existing answer.
 
-    Events are left unread until `may_read` is set.
+    The first `slow_bytes` bytes are read at one per second. Events are read once `may_read` is set.
     """
     try:
         async with session.post(f"{url}/v1/completions", json=answer.ask.body, headers=headers) as response:
@@ -241,7 +243,7 @@ async def send_into(
                 await _read_events(answer, response, on_event, slow_bytes)
             else:
                 answer.retry_after_s = _seconds(response.headers.get("retry-after"))
-                _end(answer, *_told(await response.text(), response.status))
+                _end(answer, *_error_of(await response.text(), response.status))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         _end(answer, Outcome.CUT, f"{type(error).__name__}: {error}")
     finally:
@@ -249,7 +251,10 @@ async def send_into(
 
 
 def open_session() -> aiohttp.ClientSession:
-    """No limit on connections, one per request, no time limit: experiments have their own."""
+    """Return a session without limits of time or connections.
+
+    Each request has its own connection.
+    """
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30), read_bufsize=2**20
@@ -257,7 +262,8 @@ def open_session() -> aiohttp.ClientSession:
 
 
 def open_narrow_session() -> aiohttp.ClientSession:
-    """As `open_session`, but what is not read soon stays with the server."""
+    """Return a session like `open_session`, with small buffers, so that unread bytes stay at the
+    server."""
 
     def narrow(address: aiohttp.AddrInfoType) -> socket.socket:
         family, kind, protocol, _, _ = address
@@ -301,8 +307,7 @@ async def _read_events(
 
 
 async def _lines(response: aiohttp.ClientResponse, head: bytes) -> AsyncIterator[bytes]:
-    """The body's lines, `head` being read already; lines may be longer than the session's
-    buffer."""
+    """Yield the body's lines, which may exceed the session's buffer. head: its first bytes."""
     rest = head
     async for data in response.content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
@@ -319,7 +324,7 @@ def _event(answer: Answer, data: dict[str, Any]) -> None:
     answer.last_event_at = now
     answer.events += 1
     if "error" in data:
-        _end(answer, *_told(json.dumps(data), 200))
+        _end(answer, *_error_of(json.dumps(data), 200))
         return
     if (usage := data.get("usage")) is not None:
         answer.num_tokens = usage["completion_tokens"]
@@ -336,8 +341,8 @@ def _event(answer: Answer, data: dict[str, Any]) -> None:
             answer.finish_reasons[index] = choice["finish_reason"]
 
 
-def _told(body: str, status: int) -> tuple[Outcome, str]:
-    """A typed error, or what a proxy itself answers when nothing is behind it."""
+def _error_of(body: str, status: int) -> tuple[Outcome, str]:
+    """Return a typed error, or the answer of a proxy without a backend, as an outcome with text."""
     try:
         error = json.loads(body)["error"]
         return Outcome.ERROR, f"{status} {error['type']}/{error['code']}: {error['message']}"
@@ -356,8 +361,10 @@ def _seconds(header: str | None) -> float | None:
 
 
 async def settle(tasks: list[asyncio.Task[None]], limit_s: float) -> None:
-    """Wait for all; those that have not ended after `limit_s` seconds are cancelled and so stay
-    hung."""
+    """Wait for all tasks.
+
+    Cancel those that have not ended after `limit_s` seconds; their answers stay hung.
+    """
     if not tasks:
         return
     _, pending = await asyncio.wait(tasks, timeout=limit_s)

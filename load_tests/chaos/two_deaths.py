@@ -5,8 +5,8 @@ Everything from the links to failover is real; the engines are stubs.
     python -m load_tests.chaos.two_deaths --json FILE
 
 8 replicas of 32 slots, 200 streams of 20 to 79 tokens, all in this process. Two replicas die 2.5 s
-apart and are replaced 15 s later; what is left has 192 slots.
-Reports how many sequences run throughout, how long streams were silent, and who was interrupted.
+apart and are replaced 15 s later; until then there are 192 slots. Reports the number of running
+sequences, the silence of streams, and the interrupted ones.
 """
 
 import asyncio
@@ -43,8 +43,7 @@ _INFO = {"block_size": 16, "num_blocks": 4096}
 
 
 class StubEngine:
-    """Emits one token per step for each request in one of `SLOTS` slots. Others wait in order of
-    arrival."""
+    """Emits one token per step for each request in one of `SLOTS` slots. Others wait in order."""
 
     def __init__(self, step_s: float) -> None:
         self.running = 0
@@ -91,7 +90,7 @@ class StubEngine:
 
 @dataclass
 class Stream:
-    """What the reader of one stream saw."""
+    """What the reader of one stream received."""
 
     token_ids: list[int] = field(default_factory=list)
     visited: list[str] = field(default_factory=list)
@@ -100,8 +99,10 @@ class Stream:
 
 
 class StubFleet:
-    """Stub engines behind real links, and everything of ours up to failover. For the event loop it
-    is made on."""
+    """Stub engines behind real links, and our real code up to failover.
+
+    Use it on one event loop.
+    """
 
     def __init__(self, step_s: float) -> None:
         self.engines: dict[str, StubEngine] = {}
@@ -118,12 +119,12 @@ class StubFleet:
 
     @property
     def running(self) -> int:
-        """Sequences that have a slot, now."""
+        """Sequences in slots."""
         return sum(engine.running for engine in self.engines.values())
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait in an engine, now."""
+        """Sequences that wait in an engine."""
         return sum(engine.waiting for engine in self.engines.values())
 
     async def add(self, name: str) -> None:
@@ -135,7 +136,7 @@ class StubFleet:
         self.replicas.publish(self._metadata)
 
     def kill(self, name: str) -> None:
-        """End its links, and listen no more, as the kernel does for a process that dies."""
+        """Close its links and port, as the kernel does for a process that dies."""
         engine = self.engines.pop(name)
         self._killed.append(engine)
         for end in list(engine.link.ends):
@@ -143,7 +144,7 @@ class StubFleet:
         engine.link.close()
 
     def replace(self, name: str) -> None:
-        """As Ray's controller, once it has noticed: the name is gone."""
+        """Remove the replica, as Ray's controller does once it has detected the death."""
         del self._metadata[name]
         self.replicas.publish(self._metadata)
 
@@ -170,7 +171,7 @@ class StubFleet:
 
 @asynccontextmanager
 async def open_fleet(num_replicas: int, step_s: float) -> AsyncIterator[StubFleet]:
-    """A fleet with `num_replicas` replicas, "0" and so on, watched by a watchdog."""
+    """Open a fleet of `num_replicas` replicas ("0" and so on) with a watchdog."""
     fleet = StubFleet(step_s)
     for number in range(num_replicas):
         await fleet.add(str(number))
@@ -184,13 +185,13 @@ async def open_fleet(num_replicas: int, step_s: float) -> AsyncIterator[StubFlee
 
 
 async def experiment() -> dict[str, Any]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     streams = [Stream() for _ in range(_STREAMS)]
     lengths = [20 + 7 * number % 60 for number in range(_STREAMS)]
     async with open_fleet(_REPLICAS, _STEP_S) as fleet:
         reading = [asyncio.create_task(fleet.read(i, lengths[i], stream)) for i, stream in enumerate(streams)]
         started_at = time.monotonic()
-        while not all(stream.token_ids for stream in streams):  # noqa: ASYNC110 - what is waited for has no event
+        while not all(stream.token_ids for stream in streams):  # noqa: ASYNC110 - no event to await
             await asyncio.sleep(_SAMPLE_S)
         for stream in streams:
             stream.longest_silence_s = 0.0

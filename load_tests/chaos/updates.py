@@ -1,9 +1,8 @@
-"""Updates while long streams run and requests queue: any key of the config file, changed and
-changed back.
+"""Updates of any config key, there and back, while long streams run and requests queue.
 
-What must hold: every request is answered, each answer is whole from one revision, and what cannot
-be loaded leaves the old revision serving. On the way back the new fleet is the old one, so both
-directions are seen.
+Every request must be answered, each answer by one revision. A config that cannot be loaded leaves
+the old revision serving. The way back replaces the new fleet by the old one, so both directions are
+tested.
 """
 
 import asyncio
@@ -33,9 +32,11 @@ Strike = Callable[[Experiment], Awaitable[None]]
 
 
 def update(change: Change, *, restarts: bool = True, replicas: int | None = None, kill: bool = False) -> Strike:
-    """Change the application and change it back. restarts: every process is replaced; replicas:
-    then so many; kill:
-    a replica dies while the update is on its way."""
+    """Return a fault that changes the application and changes it back.
+
+    restarts: every process is replaced. replicas: their number after that. kill: kill a replica
+    during the update.
+    """
 
     async def strike(experiment: Experiment) -> None:
         fleet = experiment.fleet
@@ -54,7 +55,7 @@ def update(change: Change, *, restarts: bool = True, replicas: int | None = None
 
 
 def refused_update(change: Change) -> Strike:
-    """Change the application to what only a replica that loads can find out, and change it back."""
+    """Return a fault with a change that fails only when a replica loads, and its reversal."""
 
     async def strike(experiment: Experiment) -> None:
         before = experiment.fleet.config.read_text()
@@ -71,7 +72,7 @@ def refused_update(change: Change) -> Strike:
 
 
 def set_arg(key: str, value: Any) -> Change:
-    """`key` of `args`, with dots."""
+    """Return a change of the `key` of `args`, with dots."""
 
     def change(application: Application) -> None:
         *path, name = key.split(".")
@@ -84,13 +85,13 @@ def set_arg(key: str, value: Any) -> Change:
 
 
 def set_knobs(application: Application) -> None:
-    """Settings that running engines take over."""
+    """Change settings that running engines apply."""
     knobs = {"max_num_seqs": 4, "waiting_served_ratio": 1.0}
     application["deployments"] = [{"name": "EngineReplica", "user_config": knobs}]
 
 
 def set_other_model(application: Application) -> None:
-    """Other weights, and a tokenizer to which the same text is other tokens."""
+    """Change the model: other weights, and other token ids for the same text."""
     folder = Path(application["args"]["model"]).with_name("other-model")
     if not folder.exists():
         write_small_model(folder, seed=1, reverse=True)
@@ -98,7 +99,7 @@ def set_other_model(application: Application) -> None:
 
 
 def set_damaged_model(application: Application) -> None:
-    """A model whose weights end in the middle."""
+    """Change to a model with truncated weights."""
     model = Path(application["args"]["model"])
     folder = Path(shutil.copytree(model, model.with_name("damaged-model"), dirs_exist_ok=True))
     weights = folder / "model.safetensors"
@@ -106,22 +107,25 @@ def set_damaged_model(application: Application) -> None:
     application["args"]["model"] = str(folder)
 
 
-def end_of_update(log: Path, told: int) -> str | None:
-    """What the launcher has said of the end of an update, beyond the first `told` lines of its log,
-    if it has."""
-    for line in log.read_text().splitlines()[told:]:
+def end_of_update(log: Path, num_lines: int) -> str | None:
+    """Return the launcher's line about the end of an update; None if there is none after the first
+    `num_lines` lines of its log."""
+    for line in log.read_text().splitlines()[num_lines:]:
         text = line.partition("] ")[2]
         if text.startswith(_ENDS) or text.endswith(_ENDS):
             return text
     return None
 
 
-def _has_begun(log: Path, told: int) -> bool:
-    return any("] deploying " in line for line in log.read_text().splitlines()[told:])
+def _has_begun(log: Path, num_lines: int) -> bool:
+    return any("] deploying " in line for line in log.read_text().splitlines()[num_lines:])
 
 
 async def _load(experiment: Experiment) -> list[Ask]:
-    """More requests than the engines hold, one of them long; returns what to go on with."""
+    """Start more requests than the engines hold, one of them long.
+
+    Return requests to continue with.
+    """
     asks = await experiment.mixed(Random(8), STREAMS, _ANSWER_TOKENS)
     victim, _ = await experiment.victim()
     for number in range(2):
@@ -138,26 +142,29 @@ def _changed(config: str, change: Change) -> str:
 
 
 async def _deploy(experiment: Experiment, config: str, asks: list[Ask], *, kill: bool = False) -> str:
-    """Have the launcher deploy it while requests come; what it says in the end."""
+    """Deploy the config through the launcher while requests arrive.
+
+    Return the last line of the update.
+    """
     fleet = experiment.fleet
     log = fleet.config.with_suffix(".log")
     fleet.config.write_text(config)
-    told = len(log.read_text().splitlines())
+    num_lines = len(log.read_text().splitlines())
     os.kill(fleet.pid, signal.SIGUSR1)
     experiment.struck()
     if kill:
         # Requests have lines in this log too.
-        await wait_for(lambda: _has_begun(log, told), "the launcher has read the config", 30)
+        await wait_for(lambda: _has_begun(log, num_lines), "start of the update", 30)
         ready = await asyncio.to_thread(fleet.ready_replicas)
         os.kill(ready[0], signal.SIGKILL)
-    async for _ in _trickling(experiment, asks, "the launcher says what became of the update"):
-        if (said := end_of_update(log, told)) is not None:
+    async for _ in _trickling(experiment, asks, "end of the update"):
+        if (said := end_of_update(log, num_lines)) is not None:
             return said
     raise AssertionError
 
 
 async def _replaced(experiment: Experiment, asks: list[Ask], old: set[int], count: int) -> None:
-    async for _ in _trickling(experiment, asks, f"{count} replicas, no old one among them"):
+    async for _ in _trickling(experiment, asks, f"{count} new replicas and no old one"):
         now = {process.pid for process in experiment.fleet.replicas()}
         if not now & old and len(now) == count:
             return

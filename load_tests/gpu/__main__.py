@@ -1,14 +1,14 @@
-"""What a GPU does with the engine alone, or with the whole server through Ray.
+"""Tests on a GPU: the engine alone, or the whole server through Ray.
 
-    python -m load_tests.gpu engine --json engine.json             # needs torch, triton,
-    transformers, numpy
-    python -m load_tests.gpu serve --json serve.json --minutes 4   # needs what `serve-app serve`
-    needs
-    python -m load_tests.gpu serve --json serve.json --resume      # goes on where the report stops
+    python -m load_tests.gpu engine --json engine.json
+    python -m load_tests.gpu serve --json serve.json --minutes 4
+    python -m load_tests.gpu serve --json serve.json --resume
 
-Each stage is a process of its own with its own verdict. The report is written as checks end, and as
-a Markdown table beside it. `--device cpu` runs the whole sequence on tiny shapes, to show that it
-runs. The exit status is 0 when every selected stage passed.
+`engine` needs torch, triton, transformers and numpy; `serve` needs the packages of `serve-app
+serve`. `--resume` continues the stages of an earlier report. Each stage is a separate process with
+its own verdict. The report is written after each check, with a Markdown table. `--device cpu` runs
+the whole sequence on tiny shapes, to test that it runs. The exit status is 0 if every selected
+stage passed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from load_tests.gpu.suites import SUITES
 
 
 def main() -> int:
-    """Run the stages, print and write what they find."""
+    """Run the stages; print and write their results."""
     # Ends the stage that runs, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = _arguments()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 PART_BYTES = 56_000_000
 _LIMIT_BYTES = 64 * 2**20
-"""Of what is copied at one time: a part and the project's own files."""
+"""Maximum size of one copy: a part and the project's files."""
 REPOSITORY = Path(__file__).parents[2]
 _PACKAGES = Path(__file__).with_name("packages.txt")
 _PYTHON = "3.12"
@@ -32,24 +32,25 @@ _NEEDED = (
     *("gguf", "jsonschema", "uvicorn", "starlette", "opentelemetry-api", "referencing", "grpcio-reflection"),
     *("jsonschema-specifications", "typing-inspection", "annotated-types"),
 )
-"""Found by importing every module of the project in an environment of the machine's packages
-alone."""
+"""Packages that the machine lacks, found by importing every module of the project there."""
 _RAY_WITHOUT = tuple(f"ray/{name}/" for name in ("jars", "dashboard/client", "rllib", "train", "tune", "data", "llm"))
 _VLLM = "vllm==0.26.0"
 _VLLM_WITHOUT = re.compile(r"/_vllm_fa2_C\.|/vllm-rs$")
-"""FlashAttention 2, where the card has 3, and a front end in Rust."""
+"""Parts of vLLM that the card does not use: FlashAttention 2 (it has 3) and a front end in Rust."""
 _VLLM_LARGE = re.compile(
     r"(nvidia|cuda|flashinfer|tilelang|tokenspeed|torch|pynvvideocodec|quack|humming|z3-solver|llvmlite|numba|sentry)"
 )
-"""Needs of vLLM that are larger than a part, or that the machine has in another version; vLLM loads
-them on demand."""
+"""Dependencies of vLLM that are larger than a part, or that the machine has in another version.
+
+vLLM imports them on demand.
+"""
 SITE = "/tmp/serve-app-site"
 VLLM_SITE = "/tmp/vllm-site"
-"""vLLM has a folder of its own, since it needs other versions of packages that the server needs
-too."""
+"""vLLM has its own folder, because the server needs other versions of some packages."""
 _REPORT = "build/gpu/serve.json"
 _MINUTES = 3.4
-"""With the 20 s in which the last stage's server ends, less than four."""
+"""Time limit of a part's stages: less than four minutes with the 20 s in which the last server
+ends."""
 
 INSTALL = f"""set -eu
 here=$(dirname "$0")
@@ -73,11 +74,11 @@ for part in "$here"/vllm.zip.*; do
 done
 exit 0
 """
-"""Lies in every part; parts of files are joined by the commands of the last one."""
+"""A script in every part. The commands of the last part join split files."""
 
 
 def main() -> None:
-    """Write the parts, print the commands."""
+    """Write the parts and print their commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vllm", action="store_true", help="pack vLLM instead")
@@ -93,7 +94,10 @@ def main() -> None:
 
 
 def pack_server(folder: Path) -> list[tuple[Path, str]]:
-    """Ray and the wheels as part a, the default model as parts b and c; each with its command."""
+    """Pack Ray and the wheels as part a, the default model as parts b and c.
+
+    Return each with its command.
+    """
     first, model = _part(folder, "a"), (_part(folder, "b"), _part(folder, "c"))
     download([f"{name}=={pinned(name)}" for name in _NEEDED], first)
     _repack(download([f"ray=={pinned('ray')}"], folder / "whole"), first / "ray.zip", _RAY_WITHOUT)
@@ -110,8 +114,8 @@ def pack_server(folder: Path) -> list[tuple[Path, str]]:
 
 
 def pack_vllm(folder: Path) -> list[tuple[Path, str]]:
-    """vLLM without what the card does not need, and the small packages that it needs and the
-    machine lacks."""
+    """Pack vLLM without unused files, and the small packages that it needs and the machine
+    lacks."""
     known = {_canonical(name) for name in _PACKAGES.read_text().split()} | {"vllm"}
     names = {need: _canonical(need.partition("==")[0]) for need in resolve(_VLLM)}
     wanted = [need for need, name in names.items() if name not in known and not _VLLM_LARGE.match(name)]
@@ -138,7 +142,7 @@ def _own_files() -> list[str]:
 
 
 def pinned(name: str) -> str:
-    """The version in constraints.txt. Raises `LookupError` where there is none."""
+    """Return the version in constraints.txt. Raises `LookupError` without one."""
     for line in (REPOSITORY / "constraints.txt").read_text().splitlines():
         package, _, version = line.partition("==")
         if _canonical(package) == _canonical(name):
@@ -147,15 +151,17 @@ def pinned(name: str) -> str:
 
 
 def download(requirements: Sequence[str], folder: Path) -> list[Path]:
-    """The wheels of exactly these, for the machine."""
+    """Return the wheels of exactly these requirements, for the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     _pip("download", "--quiet", "--no-deps", "--dest", str(folder), *_for_the_machine(), *requirements)
     return sorted(folder.glob("*.whl"))
 
 
 def resolve(requirement: str) -> list[str]:
-    """`name==version` of everything that it needs on the machine, itself included. Downloads
-    metadata only."""
+    """Return `name==version` of all dependencies on the machine, itself included.
+
+    Downloads metadata only.
+    """
     report = _pip("install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", *_for_the_machine(),
                   "--target", "unused", requirement)  # fmt: skip
     found = [entry["metadata"] for entry in json.loads(report)["install"]]
@@ -175,7 +181,7 @@ def _pip(*arguments: str) -> str:
 def _repack(
     wheels: Iterable[Path], target: Path, without: tuple[str, ...], pattern: re.Pattern[str] | None = None
 ) -> None:
-    """The wheels as one archive, without these folders and files."""
+    """Pack the wheels into one archive, without these folders and files."""
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         for wheel in wheels:
             source = zipfile.ZipFile(wheel)
@@ -199,7 +205,7 @@ def _chunks(file: Path) -> Iterable[bytes]:
 
 
 def _groups(files: Iterable[Path]) -> list[list[Path]]:
-    """The files in their order, each group as many as a part holds."""
+    """Return the files in order, in groups that fit into a part."""
     groups: list[list[Path]] = [[]]
     room = PART_BYTES
     for file in files:
@@ -219,7 +225,7 @@ def _default_model() -> Path:
 
 
 def _command(part: Path, only: str, before: str = "") -> str:
-    """Installs the part and runs these stages; the report goes on where it stops."""
+    """Return the command that installs the part and runs these stages, continuing the report."""
     steps = [
         f"bash {part}/install.sh",
         *([before] if before else []),

@@ -1,4 +1,4 @@
-"""The checks of one stage: each prints one line, JSON behind `CHECK `, as soon as it has ended."""
+"""The checks of one stage. Each prints one line of JSON after `CHECK ` when it ends."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 CHECK_PREFIX = "CHECK "
-"""Begins the lines by which a stage reports its checks."""
+"""Prefix of the lines that report a stage's checks."""
 
 Result = dict[str, Any]
 """{"passed": bool, perhaps "ratio" or "skipped", figures by name}."""
@@ -41,5 +41,5 @@ class Checks:
 
 
 def skipped(reason: str) -> Result:
-    """The result of a check that cannot run here."""
+    """Return the result of a check that cannot run here."""
     return {"passed": True, "skipped": reason}

@@ -1,9 +1,9 @@
-"""The engine without a server on the prompts that the server gets: `python -m
-load_tests.gpu.engine_alone SPEC`.
+"""Runs the engine without a server on the server's prompts: `python -m load_tests.gpu.engine_alone
+SPEC`.
 
-A process of its own, so that the card is empty again when the server starts. SPEC is JSON: model
-(a folder), device, dtype, prompts (token ids), output (tokens), users (several numbers). Prints one
-JSON object: for each number of users output tokens per second and the median time to first token.
+A separate process, so that its GPU memory is free when the server starts. SPEC is JSON: model (a
+folder), device, dtype, prompts (token ids), output (tokens), users (several numbers). Prints one
+JSON object: for each number of users output tokens per second and the median TTFT.
 """
 
 import json
@@ -21,7 +21,7 @@ from serve_app.settings import Settings
 
 
 def main() -> None:
-    """Measure what the specification names."""
+    """Measure the cases of the specification."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     settings = Settings.model_validate(
         {"model": spec["model"], "device": spec["device"], "dtype": spec["dtype"], "engine": spec["engine"]}
@@ -44,7 +44,8 @@ def main() -> None:
 def closed_loop(
     core: EngineCore, prompts: Sequence[Sequence[int]], output: int, users: int, name: str
 ) -> tuple[float, list[float]]:
-    """Output tokens per second and each request's seconds to its first token, `users` at a time."""
+    """Return output tokens per second and each request's TTFT in seconds, with `users` at
+    a time."""
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     waiting = list(enumerate(prompts))[::-1]
     began: dict[str, float] = {}

@@ -31,19 +31,20 @@ from load_tests.gpu.checks import Checks, Result, skipped
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 DECODE_LIMITS = {"llama-3.1-8b": {1: 1.5, 32: 1.35}, "qwen3-0.6b": {32: 1.9}}
-"""Queued step over the floor (bytes over measured copy bandwidth), by shape and rows."""
+"""Limits of the queued step's time divided by the floor (bytes / copy bandwidth), by shape and
+rows."""
 PREFILL_LIMITS = {"llama-3.1-8b": 0.65}
-"""Part of the measured rate of large products."""
+"""Minimum share of the measured rate of large products."""
 ATTENTION_LIMIT = 0.85
-"""Part of the measured copy bandwidth."""
+"""Minimum share of the measured copy bandwidth."""
 FIT_LAYERS = 4
-"""Of a large model: its widest matrices decide how much loading needs."""
+"""Layers of a large model: its widest matrices decide how much loading needs."""
 THROUGHPUT_LIMIT = 5.0
 HOST_LIMIT_MS = 2.0
 
 
 class Bench(Checks):
-    """The device, and the checks on it. gpu: whether limits count."""
+    """The device and its checks. gpu: whether limits apply."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -52,13 +53,13 @@ class Bench(Checks):
 
     @cached_property
     def machine(self) -> Any:
-        """What the device can do, measured when first asked."""
+        """The device's limits, measured at the first call."""
         from load_tests.gpu.steps import Machine
 
         return Machine.measured(self.device)
 
     def lives(self) -> bool:
-        """After an illegal access every call of the process fails."""
+        """Whether the device works. After an illegal access every call of the process fails."""
         try:
             torch.ones(1, device=self.device).item()
         except RuntimeError:
@@ -67,7 +68,10 @@ class Bench(Checks):
 
     @contextmanager
     def loaded(self, shape: str, **options: Any) -> Iterator[Callable[[], Any]]:
-        """Loads at the first call, inside a check; frees at the end."""
+        """Yield a function that loads the model at its first call, inside a check.
+
+        Free it at the end.
+        """
         from load_tests.gpu.steps import Loaded
 
         held: list[Any] = []
@@ -85,7 +89,7 @@ class Bench(Checks):
 
 
 def smoke(bench: Bench) -> None:
-    """Versions, the device's limits, and a tiny engine whose tokens are transformers'."""
+    """Check versions, the device's limits, and a tiny engine's tokens against transformers'."""
     from load_tests.gpu.steps import parity
 
     def circumstances() -> Result:
@@ -110,7 +114,7 @@ def smoke(bench: Bench) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """Every kernel against torch on this device."""
+    """Check every kernel against torch on this device."""
     from load_tests.gpu import kernels
 
     dtypes = (torch.float32, torch.bfloat16) if bench.gpu else (torch.float32,)
@@ -120,14 +124,14 @@ def kernels(bench: Bench) -> None:
 
 
 def features(bench: Bench, shape: str) -> None:
-    """Every parameter of a request, here and on the CPU."""
+    """Check every request parameter against the CPU."""
     from load_tests.gpu import features
 
     bench.check(f"{shape}, all parameters", "as on the CPU", lambda: features.features(config_of(shape), bench.device))
 
 
 def parity(bench: Bench, shape: str) -> None:
-    """The engine's tokens in float32, and its logits in the machine's dtype, against
+    """Check the engine's tokens in float32, and its logits in the device's dtype, against
     transformers'."""
     from load_tests.gpu import steps
 
@@ -141,8 +145,10 @@ def parity(bench: Bench, shape: str) -> None:
 
 
 def graphs(bench: Bench, shape: str) -> None:
-    """Tokens of captured and overlapped steps against eager ones, one after another; where rows
-    have bits of their own, so that padding may not change them."""
+    """Check tokens of captured and overlapped steps against eager steps, one after another.
+
+    With deterministic rows, so that padding must not change them.
+    """
     from load_tests.gpu.throughput import same_tokens
 
     config, requests, longest = config_of(shape), *((24, 90) if bench.gpu else (2, 9))
@@ -154,7 +160,7 @@ def graphs(bench: Bench, shape: str) -> None:
 
 
 def steps(bench: Bench, shape: str) -> None:
-    """Decode and prefill on one loaded model, against the device's limits."""
+    """Check decode and prefill on one loaded model against the device's limits."""
     from load_tests.gpu.steps import decode_step, prefill
 
     context, counts = (1024, (1, 8, 32, 128, 256)) if bench.gpu else (40, (1, 3))
@@ -190,7 +196,7 @@ def fit(bench: Bench, shape: str) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """The attention kernel alone, in decode."""
+    """Check the attention kernel alone, in decode."""
     from load_tests.gpu.steps import attention_bandwidth
 
     rows, context, limit = (32, 4096, ATTENTION_LIMIT) if bench.gpu else (2, 70, 0.0)
@@ -203,8 +209,8 @@ def attention(bench: Bench) -> None:
 
 
 def transformers(bench: Bench, shape: str) -> None:
-    """A saturated engine against transformers' continuous batching, with its CUDA graphs and as it
-    chooses itself."""
+    """Compare a full engine with transformers' continuous batching, with its CUDA graphs and by
+    default."""
     from load_tests.gpu.throughput import transformers_rate
 
     _against(
@@ -219,7 +225,7 @@ def transformers(bench: Bench, shape: str) -> None:
 
 
 def vllm(bench: Bench, shape: str) -> None:
-    """The same against vLLM, where it is installed."""
+    """Compare a full engine with vLLM, if it is installed."""
     if importlib.util.find_spec("vllm") is None:
         bench.check(f"{shape} throughput, vllm", "measured", partial(skipped, "vllm is not installed"))
         return
@@ -229,7 +235,10 @@ def vllm(bench: Bench, shape: str) -> None:
 
 
 def _against(bench: Bench, shape: str, peers: dict[str, Callable[..., float]], limit: float | None) -> None:
-    """Each alone on the GPU; output tokens per second. The limit counts against the first peer."""
+    """Compare output tokens per second, each engine alone on the GPU.
+
+    The limit applies to the first peer.
+    """
     from load_tests.gpu.throughput import ours
 
     config = config_of(shape)
@@ -257,8 +266,7 @@ def _against(bench: Bench, shape: str, peers: dict[str, Callable[..., float]], l
 
 
 def overlap(bench: Bench, shape: str) -> None:
-    """Output tokens per second with the next step launched before a step's tokens are read, and
-    without."""
+    """Compare output tokens per second with and without overlap of steps."""
     from load_tests.gpu.throughput import ours
 
     config = config_of(shape)
@@ -277,7 +285,7 @@ def overlap(bench: Bench, shape: str) -> None:
 
 
 def prices(bench: Bench, shape: str) -> None:
-    """Prices and gains of other ways to compute; the plain one is measured beside them."""
+    """Measure costs and gains of other modes, relative to the plain one."""
     from load_tests.gpu.steps import decode_step, prefill
     from serve_app.model.options import KernelOptions
 
@@ -308,7 +316,7 @@ def prices(bench: Bench, shape: str) -> None:
 
 
 def host(bench: Bench) -> None:
-    """The parts of a step that need no GPU, which the GPU must not have to wait for."""
+    """Measure the parts of a step on the host, for which the GPU must not wait."""
     from load_tests.gpu.host import measure
 
     rows, context, count = (256, 4096, 100) if bench.gpu else (4, 40, 4)
@@ -322,8 +330,11 @@ def host(bench: Bench) -> None:
 
 
 def sanitizer(bench: Bench) -> None:
-    """The smoke stage under compute-sanitizer, which finds accesses outside of the segments that
-    torch takes from the device, not all of those outside of a tensor."""
+    """Run the smoke stage under compute-sanitizer.
+
+    It detects accesses outside of torch's segments of device memory, but not all accesses outside
+    of a tensor.
+    """
     tool = shutil.which("compute-sanitizer")
     if tool is None or not bench.gpu:
         reason = "there is no GPU" if tool is not None else "compute-sanitizer is not installed"
@@ -339,7 +350,7 @@ def sanitizer(bench: Bench) -> None:
 
 
 def _load(bench: Bench) -> tuple[int, int, int]:
-    """Requests, their prompts' length and their outputs' length in tokens."""
+    """Return number of requests, prompt length and output length in tokens."""
     return (512, 512, 128) if bench.gpu else (4, 12, 3)
 
 
@@ -349,7 +360,7 @@ def _prompts(config: dict[str, Any], requests: int, length: int) -> list[list[in
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """The configuration of one of the shapes in `shapes/`."""
+    """Return the configuration of a shape in `shapes/`."""
     config: dict[str, Any] = json.loads((SHAPES / f"{shape}.json").read_text())
     return config
 
@@ -371,7 +382,7 @@ STAGES: dict[str, Callable[..., None]] = {
 
 
 def main() -> int:
-    """Run the stage that the command line names."""
+    """Run the stage of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("shape", nargs="*")

@@ -1,7 +1,7 @@
-"""All that a request may ask for, on a device and on the CPU: the same tokens, probabilities and
-vectors.
+"""All features of requests on a device and on the CPU: tokens, probabilities and vectors are
+compared.
 
-A tensor on the wrong device shows on a GPU only, and benchmarks use few of the parameters.
+A tensor on the wrong device fails only on a GPU, and benchmarks use few parameters.
 """
 
 import importlib.util
@@ -23,12 +23,14 @@ from serve_app.model.profiling.memory import GIB
 
 _LENGTHS = (3, 17, 64, 130)
 _TOLERANCE = 1e-3
-"""Of log-probabilities and vectors."""
+"""Tolerance of log-probabilities and vectors."""
 
 
 def features(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """One engine's answers on the device against one's on the CPU, all requests at once and a KV
-    pool that is too small for them."""
+    """Compare an engine's answers on the device with one's on the CPU.
+
+    All requests run at once, with a KV pool that is too small for them.
+    """
     module = random_module(config, torch.device("cpu"), torch.float32)
     module.generation_config.eos_token_id = 1
     work = _requests(config["vocab_size"])
@@ -79,7 +81,7 @@ def _requests(vocab: int) -> list[EngineRequest]:
 
 
 def _vocabulary(vocab: int) -> Callable[[], Vocabulary]:
-    """0 and 1 are control tokens, then every byte; the rest are bytes again."""
+    """Return a vocabulary: 0 and 1 are control tokens, then every byte, then the bytes again."""
     tokens = [b"", b"", *(bytes([index % 256]) for index in range(vocab - 2))]
     return lambda: Vocabulary(tokens, frozenset({0, 1}), lambda text: [2 + byte for byte in text.encode()])
 
@@ -87,7 +89,7 @@ def _vocabulary(vocab: int) -> Callable[[], Vocabulary]:
 def _answers(
     module: Any, work: Sequence[EngineRequest], vocabulary: Callable[[], Vocabulary]
 ) -> dict[tuple[str, int], TokenDelta]:
-    """All that came of each choice, by its request's id and its number."""
+    """Return all outputs of each choice, by request id and number."""
     model = paged(module, max_model_len=256)
     blocks = 64
     settings = EngineConfig(

@@ -1,9 +1,9 @@
-"""What the host does for one step of many decoding rows, which the GPU must not have to wait for.
-Needs no GPU.
+"""The host's work for one step of many decoding rows, for which the GPU must not wait. Needs no
+GPU.
 
-`python -m load_tests.gpu.host --json FILE` runs the engine's own scheduler, runner and metadata
-over a model whose forward pass takes no time and samples zeros; medians over steps, in
-milliseconds, on one thread. Launches and copies to the device are not in it.
+`python -m load_tests.gpu.host --json FILE` runs the engine's scheduler, runner and metadata with a
+model whose forward pass takes no time and samples zeros. Figures are medians over steps in
+milliseconds, on one thread, without launches and copies to the device.
 """
 
 import argparse
@@ -36,7 +36,7 @@ VOCAB = 1000
 
 
 class NoModel:
-    """The side of a `PagedModel` that a runner sees, without a model."""
+    """The interface of a `PagedModel` for a runner, without a model."""
 
     block_size = TritonAttention.block_size
     keeps_tables = TritonAttention.keeps_tables
@@ -50,7 +50,7 @@ class NoModel:
         self._buffer = DecodeBuffer(self.device)
 
     def decode(self, packed: PackedBatch) -> Decoded | None:
-        """What is copied to the device has been made; zeros."""
+        """Build the data for the device and return zeros."""
         if not DecodeGraphs.takes(packed):
             return None
         rows = len(packed.rows)
@@ -58,19 +58,19 @@ class NoModel:
         return Decoded(torch.zeros(rows, 1), lambda: sampling.chosen(torch.zeros(rows, dtype=torch.int64)))
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """Only the metadata is made."""
+        """Build only the metadata."""
         self._backend.build(batch)
         return torch.zeros(input_ids.shape[0], 1)
 
     def sample(self, hidden: Tensor, rows: SamplingRows, history: Tensor | None) -> sampling.Drawn:
-        """Zeros; what is copied to the device for them has been made."""
+        """Build the data for the device and return zeros."""
         return sampling.sample_plain(
             hidden, rows.parameters, lambda hidden, params: torch.zeros(len(hidden), dtype=torch.int64)
         )
 
 
 def main() -> None:
-    """Print the median of each part of a step, write them as JSON."""
+    """Print the median of each part of a step and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--context", type=int, default=4096)
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def measure(rows: int, context: int, steps: int) -> dict[str, list[float]]:
-    """Seconds that each part of a step took, and their sum."""
+    """Return the seconds of each part of a step, and their sum."""
     length = context + steps + 8
     model: Any = NoModel(length)
     runner = ModelRunner(model, rows)

@@ -1,5 +1,4 @@
-"""The Triton kernels, each alone, against torch on the same device. (Rotation and storing are
-judged by parity.)"""
+"""Each Triton kernel alone against torch on the same device. Parity checks rotation and storing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,12 +21,11 @@ from serve_app.model.records import Activation, Experts, Linear, Stack
 Compare = Callable[[torch.device, torch.dtype], dict[str, Any]]
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest accepted difference, as a part of the expected value and the standard deviation
-together."""
+"""Tolerance, relative to the sum of the expected value and the standard deviation."""
 
 
 def comparisons(*, full: bool) -> dict[str, Compare]:
-    """By name; full: the widths and shapes that models have, else tiny ones."""
+    """Return the comparisons by name. full: widths and shapes of real models, else tiny ones."""
     heads = ((32, 8, 128), (16, 8, 128), (32, 8, 64), (8, 4, 256)) if full else ((4, 2, 32),)
     layers = {f"attention {h}/{k}x{d}": AttentionLayer(h, k, d, d, d**-0.5) for h, k, d in heads}
     h, k, d = heads[0]
@@ -55,7 +53,8 @@ def _attention(layer: AttentionLayer, deterministic: bool, device: torch.device,
 
 
 def _long_row(layer: AttentionLayer, full: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Decode rows whose keys are split over one, two, some and as many tiles as there may be."""
+    """Compare decode rows whose keys are split over one, two, some and the maximum number
+    of tiles."""
     lengths = [1, 130, 2000, 20_000] if full else [1, 130, 300]
     backend, reference = TritonAttention(), ReferenceAttention()
     size = backend.block_size

@@ -1,5 +1,4 @@
-"""A folder with a random model of a real model's shape, as `serve-app` loads it: weights, config,
-tokenizer."""
+"""A folder with a random model of a real model's shape: weights, config, tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -17,9 +16,9 @@ _COMPLETE = "complete"
 
 
 def random_folder(parent: Path, shape: str, config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Path:
-    """Make the folder, unless an earlier stage has; every token is a word, token 1 ends a text.
+    """Write the folder unless it exists, and return its path.
 
-    Returns its path.
+    Every token is a word; token 1 ends a text.
     """
     folder = parent / f"{shape}-{str(dtype).removeprefix('torch.')}"
     if (folder / _COMPLETE).exists():

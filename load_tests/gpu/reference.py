@@ -1,7 +1,8 @@
-"""What transformers alone writes with the default model: `python -m load_tests.gpu.reference SPEC`.
+"""The texts of transformers alone with the default model: `python -m load_tests.gpu.reference
+SPEC`.
 
-A process of its own, whose memory on the card is free again when it ends. SPEC is JSON: prompts
-(texts), count (tokens of each answer), device. Prints the texts as a JSON list, on the last line.
+A separate process, so that its GPU memory is free when it ends. SPEC is JSON: prompts (texts),
+count (tokens of each answer), device. Prints the texts as a JSON list on the last line.
 """
 
 import json
@@ -18,8 +19,10 @@ from serve_app.text.tokenizer import load_tokenizer
 
 
 def reference_texts(prompts: Sequence[str], count: int, device: str) -> list[str]:
-    """Greedy texts of `count` tokens in float32, from such a process. Raises `RuntimeError` where
-    it fails."""
+    """Return greedy texts of `count` tokens in float32.
+
+    Raises `RuntimeError` if the process fails.
+    """
     spec = json.dumps({"prompts": prompts, "count": count, "device": device})
     done = subprocess.run([sys.executable, "-m", __name__, spec], capture_output=True, text=True)
     if done.returncode:
@@ -28,7 +31,7 @@ def reference_texts(prompts: Sequence[str], count: int, device: str) -> list[str
 
 
 def main() -> None:
-    """Write what the specification names."""
+    """Print the texts of the specification."""
     spec = json.loads(sys.argv[1])
     # several would wait for each other at every product, where servers share the cores
     torch.set_num_threads(1)

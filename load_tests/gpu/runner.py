@@ -1,8 +1,8 @@
-"""Runs a suite's stages one after another, each in a process of its own with its own verdict.
+"""Runs a suite's stages one after another, each in its own process with its own verdict.
 
-A stage is a process because an illegal access on a GPU ends all that its process does there. What a
-check finds is written as soon as it is known, as JSON and as a Markdown table beside it; a resumed
-run leaves out the stages that have a verdict.
+A stage is a process because an illegal access on a GPU makes all later calls of its process fail.
+Each result is written at once, as JSON and as a Markdown table. A resumed run skips stages with a
+verdict.
 """
 
 import json
@@ -25,20 +25,19 @@ from load_tests.gpu.suites import Suite
 _INTERRUPTED, _LEFT_OUT, _TIMED_OUT = "interrupted", "left out", "timed out"
 _STOP_LIMIT_S = 20.0
 _TAIL_LINES = 120
-"""Of what a stage prints, logs of its servers included, which are kept where it does not pass."""
+"""Maximum number of lines of a failed stage's output in the report, with its servers' logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is known so far. stages: by name, each {"verdict", "took_s", "checks",
-    "output_tail"}."""
+    """The results so far. stages: by name, each {"verdict", "took_s", "checks", "output_tail"}."""
 
     file: Path | None
     stages: dict[str, dict[str, Any]]
 
     @classmethod
     def opened(cls, file: Path | None, *, resume: bool) -> "Report":
-        """A new one, or with `resume` the one in `file`, if there is any."""
+        """Return a new report, or with `resume` the one in `file` if it exists."""
         if file is not None and resume and file.exists():
             return cls(file, json.loads(file.read_text())["stages"])
         return cls(file, {})
@@ -51,7 +50,7 @@ class Report:
         _replace(self.file.with_suffix(".md"), self.table())
 
     def table(self) -> str:
-        """A line for each stage and each of its checks."""
+        """Return the table, with a line for each stage and each of its checks."""
         lines = ["| stage | check | limit | verdict | ratio | figures |", "|---|---|---|---|---|---|"]
         for name, stage in self.stages.items():
             lines.append(f"| **{name}** | | | {stage['verdict']} | | {stage['took_s']:.0f} s |")
@@ -60,11 +59,10 @@ class Report:
 
 
 def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, report: Report) -> bool:
-    """Run the stages that have no verdict yet; whether all of the selected stages passed.
+    """Run the stages without a verdict. Return whether all selected stages passed.
 
-    only: words of which a stage's name must contain one; empty for all stages. minutes: no stage
-    begins after that time, and the last one ends then. Raises `ValueError` where `only` selects
-    none.
+    only: strings of which a stage's name must contain one; empty for all stages. minutes: limit of
+    the whole run; no stage starts after it. Raises `ValueError` if `only` selects none.
     """
     deadline = time.monotonic() + 60 * minutes
     stages = [name for name in suite.stages(device) if not only or any(word in name for word in only)]
@@ -86,8 +84,7 @@ def run_suite(suite: Suite, device: str, only: Sequence[str], minutes: float, re
 
 
 def run_stage(suite: Suite, name: str, device: str, limit_s: float, report: Report) -> None:
-    """Run one stage to its end or to its limit; its checks are in the report as soon as they are
-    known."""
+    """Run one stage to its end or limit. Its checks are added to the report as they end."""
     environment = {**os.environ, **(suite.cpu_environment if device == "cpu" else {})}
     begin, checks, tail = time.monotonic(), list[dict[str, Any]](), deque[str](maxlen=_TAIL_LINES)
     stage = report.stages[name] = {"verdict": _INTERRUPTED, "took_s": 0.0, "checks": checks}

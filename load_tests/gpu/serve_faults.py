@@ -1,4 +1,4 @@
-"""Faults with real weights on one device: what clients of two replicas notice."""
+"""Faults of two replicas with real weights on one device, and their effects on clients."""
 
 import asyncio
 import os
@@ -26,13 +26,11 @@ PROMPTS = (
 _REPLICAS = 2
 _WHOLE_LIMIT_S = 100.0
 _FAILOVER_WAIT_S = 60.0
-"""For how long streams wait where no replica is left: on two cores both start again in 20 to 40
-s."""
+"""Time in seconds that streams wait without a replica. On two cores both restart in 20 to 40 s."""
 
 
 def check_faults(checks: Checks, device: str, folder: Callable[[], Path]) -> None:
-    """Streams on two replicas, greedy and sampled; one is killed, then one frozen, then both are
-    killed at once."""
+    """Run greedy and sampled streams on two replicas. Kill one, then freeze one, then kill both."""
     gpu = device == "cuda"
     count, length = (24, 400) if gpu else (8, 160)
     asks = [
@@ -69,7 +67,7 @@ def check_faults(checks: Checks, device: str, folder: Callable[[], Path]) -> Non
 
 
 async def _strike(started: Started, asks: Sequence[Ask], count: int, struck: signal.Signals) -> Result:
-    """Strikes the `count` busiest replicas once every stream has begun."""
+    """Signal the `count` busiest replicas once every stream has tokens."""
     fleet = started.fleet
     async with open_session() as session:
         undisturbed = await asyncio.gather(*(send(session, fleet.url, each) for each in asks))

@@ -1,4 +1,4 @@
-"""What the default model answers through HTTP on a device."""
+"""The default model's answers through HTTP on a device."""
 
 import json
 import statistics
@@ -14,8 +14,7 @@ from load_tests.gpu.server import Started, server, together
 from serve_app.system.http_client import fetch
 
 _BF16_LIMIT = 0.02
-"""Most by which bfloat16's log-probabilities of prompt tokens may differ from float32's, on
-average."""
+"""Maximum mean difference of prompt log-probabilities between bfloat16 and float32."""
 _PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -65,7 +64,7 @@ FEATURES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def check_tokens(checks: Checks, device: str, folder: Callable[[], Path]) -> None:
-    """Greedy texts are transformers', every feature's answer is that of the CPU's exact mode."""
+    """Check greedy texts against transformers', and every feature against the CPU's exact mode."""
     gpu = device == "cuda"
     count = 48 if gpu else 16
     exact: dict[str, Any] = {"quantization": "none", "engine": {"kv_cache_gib": 0.5}, "ingress": {"tools": "hermes"}}
@@ -102,7 +101,7 @@ def check_tokens(checks: Checks, device: str, folder: Callable[[], Path]) -> Non
 
 
 def _prompt_logprobs(started: Started) -> list[float]:
-    """Of every prompt token but the first, over all prompts."""
+    """Return the log-probabilities of all prompts' tokens, without the first of each."""
     found: list[float] = []
     for prompt in PROMPTS:
         answer = json.loads(_post(started, *_complete(prompt, max_tokens=1, echo=True, logprobs=0)))
@@ -111,8 +110,7 @@ def _prompt_logprobs(started: Started) -> list[float]:
 
 
 def _answer(started: Started, path: str, body: dict[str, Any]) -> Any:
-    """The answer without what differs between two servers; numbers rounded to what two devices
-    agree on."""
+    """Return the answer without fields that differ between servers, and with rounded numbers."""
     return _comparable(json.loads(_post(started, path, body)))
 
 

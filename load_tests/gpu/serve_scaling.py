@@ -1,4 +1,5 @@
-"""One server under more load than a replica takes: replicas come and go, and operators see why."""
+"""One server under more load than a replica can serve: replicas scale up and down, metrics
+show it."""
 
 import asyncio
 import re
@@ -21,15 +22,16 @@ _MOVING = {
     "serve_app_waiting_served_ratio": 0.01,
 }
 _MOVING_ON_GPUS = {"serve_app_gpu_utilization_ratio": 0.5, "serve_app_gpu_memory_used_bytes": 1}
-"""The least that gauges must have shown once under load."""
+"""Minimum values that gauges must reach under load."""
 _DASHBOARDS = REPOSITORY / "grafana" / "json"
 _NEEDS_MORE = re.compile(r"_key_")
-"""Series that exist only where API keys are configured."""
+"""Series that exist only with API keys."""
 _ONLY_ON_GPUS = re.compile(r"_gpu_")
 
 
 def check_scaling(checks: Checks, device: str, folder: Callable[[], Path]) -> None:
-    """Load until there are two replicas and the gauges have moved, then none until there is one."""
+    """Send load until there are two replicas and the gauges have moved, then none until there is
+    one."""
     gpu = device == "cuda"
     wanted = {**_MOVING, **(_MOVING_ON_GPUS if gpu else {})}
     highest = dict.fromkeys(wanted, 0.0)
@@ -58,9 +60,10 @@ def check_scaling(checks: Checks, device: str, folder: Callable[[], Path]) -> No
 
 
 async def _up_and_down(started: Started, highest: dict[str, float]) -> Result:
-    """Seconds until the second replica takes requests, and without load until it has gone.
+    """Return the seconds until the second replica takes requests, and until it has gone without
+    load.
 
-    `highest` gets the highest values of its gauges while one replica has all of the load.
+    `highest` gets the maxima of the gauges while one replica has all of the load.
     """
     fleet = started.fleet
     async with open_session() as session:
@@ -87,7 +90,7 @@ async def _up_and_down(started: Started, highest: dict[str, float]) -> Result:
 
 
 def _series(started: Started, gpu: bool) -> tuple[int, set[str]]:
-    """How many series the dashboards name, and which of them the server does not have."""
+    """Return the number of series on the dashboards, and those that the server does not have."""
     page = fetch(f"{started.url}/metrics", timeout_s=30).decode()
     scraped = set(re.findall(r"^(serve_app_\w+)", page, re.MULTILINE))
     dashboards = "".join(path.read_text() for path in _DASHBOARDS.glob("*.json"))

@@ -1,8 +1,7 @@
 """The server's stages: `python -m load_tests.gpu.serve_stages STAGE [SHAPE] --device cuda`.
 
-Needs what `serve-app serve` needs. Each stage starts its own server through Ray and judges what
-HTTP
-clients get. On a CPU the sizes are tiny and speed is not judged.
+Needs the packages of `serve-app serve`. Each stage starts its own server through Ray and checks
+what HTTP clients receive. On a CPU the sizes are tiny and speed is not checked.
 """
 
 import argparse
@@ -34,12 +33,13 @@ from load_tests.servers import ServerCommand, running
 from serve_app.launch.ports import free_port
 
 MODELS = Path("build/gpu-models")
-"""Random models stay here for the stages after."""
+"""Folder of random models, kept for later stages."""
 READY_LIMIT_S = 60.0
 HTTP_SHARE = 0.93
-"""Part of the engine's tokens per second that HTTP clients get, at the largest number of users."""
+"""Minimum share of the engine's tokens per second for HTTP clients, at the largest number
+of users."""
 HTTP_DELAY_MS = 15.0
-"""Most milliseconds by which one user's first token comes later than from the engine alone."""
+"""Maximum additional TTFT of a single user over the engine alone, in milliseconds."""
 FAST_EXECUTOR = "GpuDecoder"
 SMOL_VOCABULARY = 40_000
 _WENT_WELL = '"outcome":"completed"'
@@ -47,7 +47,7 @@ _LOG_LINES = 40
 
 
 class ServeBench(Checks):
-    """The device and a scratch folder. gpu: whether limits of speed count."""
+    """The device and a scratch folder. gpu: whether limits of speed apply."""
 
     def __init__(self, device: str, scratch: Path) -> None:
         super().__init__()
@@ -58,30 +58,29 @@ class ServeBench(Checks):
         self.users = (1, 32, 128, 256) if self.gpu else (1, 4)
 
     def folder(self) -> Path:
-        """A new one, for one server."""
+        """Return a new folder for one server."""
         return Path(tempfile.mkdtemp(dir=self.scratch))
 
     def print_logs(self) -> None:
-        """The end of each server's log, without the lines of requests that went well."""
+        """Print the end of each server's log, without lines of successful requests."""
         for log in sorted(self.scratch.rglob("*.log"), key=lambda path: path.stat().st_mtime):
             lines = [line for line in log.read_text(errors="replace").splitlines() if _WENT_WELL not in line]
             print(f"--- the end of {log}", *lines[-_LOG_LINES:], sep="\n", flush=True)
 
     def model_of(self, shape: str) -> Path:
-        """The folder of a random model."""
+        """Return the folder of a random model."""
         MODELS.mkdir(parents=True, exist_ok=True)
         dtype = torch.bfloat16 if self.gpu else torch.float32
         return random_folder(MODELS.resolve(), shape, config_of(shape), torch.device(self.device), dtype)
 
     @property
     def engine(self) -> dict[str, Any]:
-        """Settings of the engine that bound memory on a CPU, and none on a GPU."""
+        """Engine settings that limit memory on a CPU; none on a GPU."""
         return {} if self.gpu else {"kv_cache_gib": 0.25, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 
 
 def machine(bench: ServeBench) -> None:
-    """What the server will find: versions, GPUs as NVML and as Ray count them, HAProxy, shared
-    memory."""
+    """Report the server's environment: versions, GPUs of NVML and Ray, HAProxy, shared memory."""
 
     def versions() -> Result:
         import ray
@@ -129,7 +128,7 @@ def machine(bench: ServeBench) -> None:
 
 
 def start(bench: ServeBench) -> None:
-    """A tiny model through Ray: how long until ready, and until a first token."""
+    """Start a tiny model through Ray: time until ready and until a first token."""
     folder = bench.model_of("tiny")
 
     def started() -> Result:
@@ -145,7 +144,7 @@ def start(bench: ServeBench) -> None:
 
 
 def big(bench: ServeBench, shape: str) -> None:
-    """A random model of a real shape through HTTP, beside the engine alone on the same prompts."""
+    """Run a random model of a real shape through HTTP, and the engine alone on the same prompts."""
     config = config_of(shape)
     prompt, output = (512, 128) if bench.gpu else (40, 12)
     prompts = _prompts(config["vocab_size"], 2 * max(bench.users), prompt)
@@ -208,23 +207,22 @@ def _through_http(
 
 
 def tokens(bench: ServeBench) -> None:
-    """The default model on the device, against the CPU's exact mode and against transformers."""
+    """Check the default model on the device against the CPU's exact mode and transformers."""
     serve_features.check_tokens(bench, bench.device, bench.folder)
 
 
 def chaos(bench: ServeBench) -> None:
-    """Streams on two replicas of one card: one is killed, one frozen, both are killed."""
+    """Kill and freeze two replicas on one card while streams run."""
     serve_faults.check_faults(bench, bench.device, bench.folder)
 
 
 def autoscale(bench: ServeBench) -> None:
-    """One replica, two under load, one again; the metrics show why."""
+    """Scale from one replica to two under load and back, and check the metrics."""
     serve_scaling.check_scaling(bench, bench.device, bench.folder)
 
 
 def load(bench: ServeBench) -> None:
-    """The default model at growing numbers of users, with the usual flush interval and with
-    none."""
+    """Run the default model at growing numbers of users, with and without the flush interval."""
     prompt, output = (512, 128) if bench.gpu else (40, 12)
     prompts = _prompts(SMOL_VOCABULARY, 2 * max(bench.users), prompt)
     for interval_ms in (50.0, 0.0):
@@ -241,7 +239,7 @@ def load(bench: ServeBench) -> None:
 
 
 def vllm(bench: ServeBench, shape: str) -> None:
-    """vLLM's server on the same card, model and prompts, in 16 bits and in fp8."""
+    """Run vLLM's server on the same card, model and prompts, in 16 bits and in fp8."""
     site = {"PYTHONPATH": VLLM_SITE} if Path(VLLM_SITE, "vllm").is_dir() else {}
     if not site and importlib.util.find_spec("vllm") is None:
         bench.check(f"{shape}, vLLM", "measured", partial(skipped, "vllm is not installed"))
@@ -272,7 +270,7 @@ def vllm(bench: ServeBench, shape: str) -> None:
 
 
 def _executor(started: Started) -> str:
-    """What runs the layers in the server's first replica."""
+    """Return the executor of the server's first replica."""
     listed = started.fleet.listed()
     return str(listed[0]["identity"].get("executor")) if listed else ""
 
@@ -288,7 +286,7 @@ STAGES: dict[str, Callable[..., None]] = {
 
 
 def main() -> int:
-    """Run the stage that the command line names."""
+    """Run the stage of the command line."""
     # ends the stage's server
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

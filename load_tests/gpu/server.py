@@ -21,7 +21,7 @@ _READY_LIMIT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that is ready. ready_s: seconds from its start; log: its output."""
+    """A ready server. ready_s: seconds from its start; log: its output."""
 
     fleet: Fleet
     ready_s: float
@@ -29,17 +29,15 @@ class Started:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The server's address."""
         return self.fleet.url
 
 
 @contextmanager
 def server(folder: Path, device: str, replicas: int = 1, **args: Any) -> Iterator[Started]:
-    """`serve-app serve` with these `args` of the application, on the fast path, until the block
-    ends.
+    """Run `serve-app serve` with these `args` on the fast path, until the context ends.
 
-    On a GPU each replica gets an equal share of the one card. Raises `RuntimeError` when it does
-    not
+    On a GPU each replica gets an equal share of the card. Raises `RuntimeError` if it does not
     become ready.
     """
     most = args.get("autoscaling", {}).get("max_replicas", replicas)
@@ -67,7 +65,7 @@ def server(folder: Path, device: str, replicas: int = 1, **args: Any) -> Iterato
 
 @contextmanager
 def together(*servers: AbstractContextManager[Started]) -> Iterator[list[Started]]:
-    """The servers, which start at the same time, until the block ends."""
+    """Start the servers at the same time and run them until the context ends."""
     # A server ends with the thread that started it.
     with ThreadPoolExecutor(len(servers)) as threads, ExitStack() as stack:
         starting = [threads.submit(stack.enter_context, each) for each in servers]
@@ -76,14 +74,14 @@ def together(*servers: AbstractContextManager[Started]) -> Iterator[list[Started
 
 
 def small_steps(device: str) -> dict[str, Any]:
-    """Settings of an engine that let several replicas share two cores."""
+    """Return engine settings with which several replicas share two cores."""
     return {} if device == "cuda" else {"num_threads": 1, "max_num_batched_tokens": 128}
 
 
 async def closed_loop(
     url: str, prompts: Sequence[Sequence[int]], output: int, users: int, **fields: Any
 ) -> tuple[list[Answer], float]:
-    """The answers to all prompts, at most `users` at a time, and the seconds that all took."""
+    """Return the answers to all prompts, at most `users` at a time, and the total seconds."""
     gate = asyncio.Semaphore(users)
     loop = asyncio.get_running_loop()
 
@@ -99,8 +97,10 @@ async def closed_loop(
 
 
 def load_figures(answers: Sequence[Answer], took_s: float) -> Result:
-    """Throughput in output tokens per second, medians of TTFT and TPOT in milliseconds; fails with
-    any answer."""
+    """Return output tokens per second, and median TTFT and TPOT in milliseconds.
+
+    Raises if an answer failed.
+    """
     whole = [answer for answer in answers if answer.outcome is Outcome.COMPLETE]
     failed = [answer for answer in answers if answer.outcome is not Outcome.COMPLETE]
     if failed:

@@ -1,7 +1,7 @@
 """Single steps of a `PagedModel` with random weights, against limits measured on the same device.
 
-Decides what a limit is: a decode step has to read every weight and every key and value once, at the
-bandwidth of a copy; a prefill has to multiply, at the rate of one large product.
+A decode step must read every weight and every key and value once; its limit is the bandwidth of a
+copy. A prefill must multiply; its limit is the rate of one large product.
 """
 
 import statistics
@@ -30,7 +30,7 @@ _REPEATS = {"cuda": 20, "cpu": 1}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device, and what it can do: bytes read and written per second by a copy, operations per
+    """The device and its limits: bytes read and written per second by a copy, operations per
     second."""
 
     device: torch.device
@@ -40,7 +40,7 @@ class Machine:
 
     @classmethod
     def measured(cls, device: torch.device) -> "Machine":
-        """bfloat16 on a GPU, float32 on a CPU."""
+        """Measure the device's limits: bfloat16 on a GPU, float32 on a CPU."""
         gpu = device.type == "cuda"
         dtype = torch.bfloat16 if gpu else torch.float32
         # Random, like a model's: constant bits cost less power, and a GPU on them keeps a higher
@@ -56,8 +56,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model, the weights' bytes that a decode step reads, and the weights' number that each token
-    meets."""
+    """A model, the bytes of weights that a decode step reads, and the number of weights
+    per token."""
 
     model: PagedModel
     config: dict[str, Any]
@@ -74,7 +74,7 @@ class Loaded:
         quantization: str = "none",
         form: KernelOptions | None = None,
     ) -> "Loaded":
-        """A random model of this shape."""
+        """Return a random model of this shape."""
         module = random_module(config, machine.device, machine.dtype)
         total = sum(parameter.numel() for parameter in module.parameters())
         embedding = module.get_input_embeddings().weight.numel()
@@ -86,14 +86,16 @@ class Loaded:
         return cls(model, config, read * size, total - heads, type(model.executor).__name__)
 
     def attention_flops(self, lengths: Sequence[int]) -> int:
-        """Multiplications and additions of causal attention over whole sequences, all layers."""
+        """Return multiplications and additions of causal attention over whole sequences, in all
+        layers."""
         width: int = self.config["num_attention_heads"] * _head_dim(self.config)
         layers: int = self.config["num_hidden_layers"]
         return sum(4 * width * length * (length + 1) // 2 for length in lengths) * layers
 
 
 def random_module(config: dict[str, Any], device: torch.device, dtype: torch.dtype, **options: Any) -> Any:
-    """transformers' model of this configuration with random weights, made on the device."""
+    """Return transformers' model of this configuration with random weights, created on the
+    device."""
     torch.manual_seed(0)
     values = {**config, "head_dim": _head_dim(config)}
     with torch.device(device):
@@ -107,20 +109,20 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 
 def paged(module: Any, **options: Any) -> PagedModel:
-    """The engine's model, which takes the module over. options: of `ModelOptions`."""
+    """Return the engine's model, which takes the module over. options: of `ModelOptions`."""
     return prepare(module, "random", ModelOptions(**options))
 
 
 def median_time(run: Callable[[], object], device: torch.device, part: int = 1) -> float:
-    """Seconds of one call with all that it launches, after some that are not counted. part: of the
-    usual repeats."""
+    """Return the seconds of one call with all its launches, after warm-up. part: share of the usual
+    repeats."""
     repeats = max(1, _REPEATS[device.type] // part)
     return statistics.median(call_times(run, device, repeats, uncounted=3 if device.type == "cuda" else 1))
 
 
 def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Greedy tokens of the engine, all requests in packed steps, against transformers' `generate`,
-    one at a time."""
+    """Compare greedy tokens of the engine, in packed steps, with transformers' `generate`, one at a
+    time."""
     num_tokens, lengths = (24, (3, 17, 64, 65, 130, 250)) if device.type == "cuda" else (4, (3, 17, 70))
     module = random_module(config, device, torch.float32)
     generator = torch.Generator().manual_seed(1)
@@ -146,9 +148,11 @@ def parity(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """Difference from transformers' logits of packed prompts and one decode step, as
-    `ReferenceLogits` measures it: the engine's, and that of transformers' modules on the reference
-    backend."""
+    """Return the difference from transformers' logits of packed prompts and one decode step.
+
+    Measured by `ReferenceLogits`: for the engine, and for transformers' modules on the reference
+    backend.
+    """
     differences = {}
     for name in ("auto", "reference"):
         module = random_module(config, machine.device, machine.dtype)
@@ -165,7 +169,7 @@ def logits_parity(config: dict[str, Any], machine: Machine) -> dict[str, Any]:
 def decode_step(
     loaded: Loaded, machine: Machine, rows: int, context: int, limit: float | None, **sampling: Any
 ) -> dict[str, Any]:
-    """A whole step of the engine's runner, from the plan to the tokens, which are read back every
+    """Measure a whole step of the engine's runner, from the plan to the tokens, which are read each
     time.
 
     sampling: fields of `SamplingParams`; greedy without any.
@@ -198,12 +202,12 @@ def decode_step(
 
 
 def _fast_stack(loaded: Loaded, machine: Machine) -> bool:
-    """Whether a GPU runs the fused decoder: whatever another one's time is, something is wrong."""
+    """Whether a GPU runs the fused decoder. Times of another one are not valid."""
     return machine.device.type != "cuda" or loaded.stack == "GpuDecoder"
 
 
 def prefill(loaded: Loaded, machine: Machine, prompts: int, length: int, limit: float | None) -> dict[str, Any]:
-    """Whole prompts in one step, and the logits of their last tokens."""
+    """Measure whole prompts in one step, with the logits of their last tokens."""
     ids, positions, batch = _batch(loaded.model, [(0, length)] * prompts)
     last = torch.tensor(batch.query_starts[1:], device=machine.device) - 1
 
@@ -228,8 +232,10 @@ def prefill(loaded: Loaded, machine: Machine, prompts: int, length: int, limit: 
 def attention_bandwidth(
     machine: Machine, shape: tuple[int, int, int], *, rows: int, context: int, limit: float
 ) -> dict[str, Any]:
-    """The attention kernel alone in decode, as one graph of several launches: bytes of keys and
-    values per second."""
+    """Return bytes of keys and values per second of the attention kernel alone in decode.
+
+    Measured as one graph of several launches.
+    """
     from serve_app.model.gpu.attention import TritonAttention
 
     heads, kv_heads, dim = shape
@@ -263,8 +269,10 @@ def attention_bandwidth(
 def _decode_plan(
     model: PagedModel, rows: int, context: int, params: SamplingParams
 ) -> tuple[ModelRunner, SchedulerOutput]:
-    """A runner with sequences of that many keys, and the plan of their next token, which runs again
-    and again: as in an engine that overlaps, only the device knows the last token."""
+    """Return a runner with sequences of that many keys, and the plan of their next token.
+
+    The plan runs repeatedly. As with overlapping steps, only the device knows the last token.
+    """
     runner, needed = ModelRunner(model, rows), -(-context // model.block_size)
     runner.allocate_kv_cache(1 + rows * needed)
     order = (torch.randperm(rows * needed, generator=torch.Generator().manual_seed(0)) + 1).view(rows, needed).tolist()
@@ -282,8 +290,8 @@ def _decode_plan(
 
 
 def _batch(model: PagedModel, rows: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
-    """Token ids, positions and metadata of rows (keys before, queries), in a new pool of scattered
-    blocks."""
+    """Return token ids, positions and metadata of rows (keys before, queries), in a new pool of
+    scattered blocks."""
     size, device = model.block_size, model.device
     lengths = [before + count for before, count in rows]
     needed = [-(-length // size) for length in lengths]

@@ -1,5 +1,5 @@
-"""The two sequences of stages, ordered by how much they show: the engine alone, and the server
-through Ray."""
+"""The two sequences of stages, the most important first: the engine alone, and the server through
+Ray."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Stages by name: a function of `module` and, after a blank, its arguments."""
+    """Stages by name: a function of `module` and, after a space, its arguments."""
 
     module: str
     gpu: tuple[str, ...]
@@ -16,7 +16,7 @@ class Suite:
     cpu_environment: Mapping[str, str] = field(default_factory=dict)
 
     def stages(self, device: str) -> tuple[str, ...]:
-        """Those for this device, `cuda` or `cpu`."""
+        """Return the stages for this device, `cuda` or `cpu`."""
         return self.cpu if device == "cpu" else self.gpu
 
 

@@ -1,5 +1,7 @@
-"""Whole engines on the same prompts: ours saturated, transformers' continuous batching and vLLM in
-tokens per second; ours captured and eager, token by token."""
+"""Tokens per second of whole engines on the same prompts: ours, transformers' and vLLM's.
+
+Also compares our captured and eager steps token by token.
+"""
 
 import importlib
 import tempfile
@@ -18,8 +20,8 @@ from serve_app.engine.core import EngineConfig, EngineCore
 from serve_app.model.options import KernelOptions
 
 _DETERMINISTIC = KernelOptions(deterministic=True)
-SEATS = 256
-"""Requests at once."""
+SLOTS = 256
+"""Number of concurrent requests."""
 
 
 def ours(
@@ -29,14 +31,16 @@ def ours(
     output: int,
     overlap: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[float, dict[str, Any]]:
-    """Tokens per second of the engine, and where its steps' time went. A run before warms up every
-    batch size."""
+    """Return the engine's tokens per second, and the time of each part of its steps.
+
+    An earlier run warms up every batch size.
+    """
     module = random_module(config, machine.device, machine.dtype)
     records: list[StepRecord] = []
     gpu = machine.device.type == "cuda"
     settings = EngineConfig(
-        max_num_seqs=SEATS,
-        max_num_batched_tokens=8192 if gpu else SEATS,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=8192 if gpu else SLOTS,
         kv_cache_gib=None if gpu else 0.05,
         speculation="off",
         overlap=overlap,
@@ -45,8 +49,8 @@ def ours(
     core = EngineCore(paged(module), settings, on_step=records.append)
     start_s = time.perf_counter() - begin
     del module
-    seats = min(SEATS, len(prompts))
-    _run(core, [prompts[0][:8]] * seats, [1 + index * 40 // seats for index in range(seats)], "warm")
+    slots = min(SLOTS, len(prompts))
+    _run(core, [prompts[0][:8]] * slots, [1 + index * 40 // slots for index in range(slots)], "warm")
     records.clear()
     begin = time.perf_counter()
     count = _run(core, prompts, [output] * len(prompts), "run")
@@ -90,9 +94,12 @@ def transformers_rate(
     output: int,
     cuda_graphs: bool | None = None,
 ) -> float:
-    """Tokens per second of transformers' continuous batching. cuda_graphs: None is its own choice,
-    which with `sdpa` and its masks is none, and no asynchronous batching either. Starting (cache,
-    graphs) is not counted: a first run of the same manager has done it."""
+    """Return the tokens per second of transformers' continuous batching.
+
+    cuda_graphs: None is its own choice, which with `sdpa` and its masks means no graphs and no
+    asynchronous batching. Startup (cache, graphs) is not counted: an earlier run of the same
+    manager has done it.
+    """
     module = random_module(config, machine.device, machine.dtype, attn_implementation="sdpa")
     # By default the cache takes most of the memory, which a CPU would have to zero.
     size = {} if machine.device.type == "cuda" else {"num_blocks": 16, "max_batch_tokens": 64}
@@ -112,15 +119,15 @@ def transformers_rate(
         return took_s
 
     try:
-        run(prompts[: min(len(prompts), SEATS)])
+        run(prompts[: min(len(prompts), SLOTS)])
         return output * len(prompts) / run(prompts)
     finally:
         module.destroy_cached_continuous_batching_manager()
 
 
 def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]], output: int) -> float:
-    """Tokens per second of vLLM's offline engine with its defaults and random weights of the same
-    shape."""
+    """Return the tokens per second of vLLM's offline engine with its defaults and random
+    weights."""
     vllm: Any = importlib.import_module("vllm")
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
@@ -131,7 +138,7 @@ def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]]
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype=str(machine.dtype).removeprefix("torch."),
-            max_num_seqs=SEATS,
+            max_num_seqs=SLOTS,
             max_model_len=2 * (len(prompts[0]) + output),
             enable_prefix_caching=False,
         )
@@ -144,14 +151,16 @@ def vllm_rate(config: dict[str, Any], machine: Machine, prompts: list[list[int]]
         _expect(sum(len(result.outputs[0].token_ids) for result in results), output * len(inputs))
         return took_s
 
-    run(prompts[: min(len(prompts), SEATS)])
+    run(prompts[: min(len(prompts), SLOTS)])
     return output * len(prompts) / run(prompts)
 
 
 def same_tokens(config: dict[str, Any], machine: Machine, *, requests: int, longest: int) -> dict[str, Any]:
-    """Tokens of captured, overlapped steps against those of eager steps one after another; drawn
-    and greedy ones, prompts in chunks, batches that grow and shrink. Rows have bits of their own,
-    so that padding changes none."""
+    """Compare tokens of captured, overlapped steps with those of eager steps, one after another.
+
+    Sampled and greedy requests, prompts in chunks, batches that grow and shrink. Rows are
+    deterministic, so padding must not change them.
+    """
     random = Random(0)
     work = [
         EngineRequest(

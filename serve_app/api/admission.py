@@ -43,9 +43,9 @@ class _Waiting(Entry):
 
 
 class Ticket:
-    """One prompt's place in the queue, then its slots in the engines.
+    """One prompt's entry in the queue; once admitted, its slots in the engines.
 
-    `async with` waits for the turn and releases the ticket on exit. It raises `OverloadedError` if
+    `async with` waits for the turn and closes the ticket on exit. It raises `OverloadedError` if
     the queue evicted the request, and `RequestTimeoutError` at its deadline.
     """
 
@@ -55,10 +55,10 @@ class Ticket:
         self._queued_at = queue.clock()
         self.entry = entry
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the ticket is granted, refused or released."""
+        """Done when the ticket is granted, refused or closed."""
         self.refusal: OverloadedError | None = None
         self.granted_at: float | None = None
-        self.is_lent = False
+        self.is_released = False
 
     @property
     def waited_s(self) -> float:
@@ -82,22 +82,22 @@ class Ticket:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        self.close()
+
+    def close(self) -> None:
+        """Leave the queue, or free the slots. Idempotent."""
+        self._queue._close(self)
 
     def release(self) -> None:
-        """Leave the queue, or free the slots. Idempotent."""
-        self._queue._release(self)
-
-    def lend(self) -> None:
-        """Give the slots to other requests while the client does not read.
+        """Release the slots to other requests while the client does not read.
 
         Call it while no part of the prompt is in an engine.
         """
-        self._queue._lend(self)
+        self._queue._release(self)
 
-    def take_back(self) -> None:
-        """Take the slots again, even if other requests use them. No effect unless lent."""
-        self._queue._take_back(self)
+    def reclaim(self) -> None:
+        """Reclaim the slots, even if other requests use them. No effect unless released."""
+        self._queue._reclaim(self)
 
     def end_wait(self) -> None:
         """Wake the task that waits for this ticket. Only the queue calls this."""
@@ -154,7 +154,7 @@ class AsyncAdmissionQueue:
     def reserve(self, count: int = 1, cost: int = 1, caller: Caller | None = None) -> list[Ticket]:
         """Return `count` tickets for prompts of `cost` choices each, all or none.
 
-        The caller must release every ticket, used or not. Raises `OverloadedError` if they do not
+        The caller must close every ticket, used or not. Raises `OverloadedError` if they do not
         fit now or would wait beyond the deadline, and `InvalidRequestError` if they can never fit.
         """
         caller = caller or Caller()
@@ -177,19 +177,19 @@ class AsyncAdmissionQueue:
             self._granted.add(ticket)
             ticket.end_wait()
 
-    def _lend(self, ticket: Ticket) -> None:
-        if ticket in self._granted and not ticket.is_lent:
-            ticket.is_lent = True
-            self._queue.lend(ticket.entry)
+    def _release(self, ticket: Ticket) -> None:
+        if ticket in self._granted and not ticket.is_released:
+            ticket.is_released = True
+            self._queue.release(ticket.entry)
             self._grant()
 
-    def _take_back(self, ticket: Ticket) -> None:
-        if ticket.is_lent:
-            ticket.is_lent = False
-            self._queue.take_back(ticket.entry)
+    def _reclaim(self, ticket: Ticket) -> None:
+        if ticket.is_released:
+            ticket.is_released = False
+            self._queue.reclaim(ticket.entry)
 
-    def _release(self, ticket: Ticket) -> None:
-        self._take_back(ticket)
+    def _close(self, ticket: Ticket) -> None:
+        self._reclaim(ticket)
         if ticket in self._granted:
             self._granted.remove(ticket)
             self._queue.end(ticket.entry, self.clock())

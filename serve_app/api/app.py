@@ -145,18 +145,18 @@ def _add_models(app: DocumentedApi, context: ApiContext) -> None:
 
     @app.get("/v1/usage")
     async def usage(request: Request) -> dict[str, Any]:
-        """What the API key has used today, and its limits."""
+        """Return the API key's usage today, and its limits."""
         return context.accounts.usage(request.state.tenant)
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
-        """The one model that is served."""
+        """Return a list of the served model."""
         visible = request.state.tenant.may_use(context.service.model.name)
         return {"object": "list", "data": [describe()] if visible else []}
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str, request: Request) -> dict[str, Any]:
-        """The model, if it is the one that is served."""
+        """Return the served model, if it has this name."""
         check_model(name, context.service.model)
         check_tenant(request.state.tenant, name)
         return describe()
@@ -180,7 +180,7 @@ def _add_tokens(app: DocumentedApi, context: ApiContext) -> None:
 
     @app.post("/v1/messages/count_tokens", openapi_extra=app.accepts(CountTokensBody, {"messages": _QUESTION}))
     async def count_tokens(request: Request) -> dict[str, Any]:
-        """How many tokens the prompt of these messages has."""
+        """Return the number of prompt tokens of these messages."""
         job = await parsed(lambda raw: TranslatedJob(context, parse_body(CountTokensBody, raw)), await request.body())
         check_tenant(request.state.tenant, context.service.model.name)
         context.accounts.open(request.state.tenant).begin(0)
@@ -188,7 +188,7 @@ def _add_tokens(app: DocumentedApi, context: ApiContext) -> None:
 
     @app.post("/detokenize", openapi_extra=app.accepts(DetokenizeBody, {"tokens": [504, 3575]}))
     async def detokenize(request: Request) -> dict[str, Any]:
-        """The text of token ids."""
+        """Return the text of token ids."""
         body = await parsed(partial(parse_body, DetokenizeBody), await request.body())
         card, tokenizer = context.service.model, context.service.tokenizer
         check_model(body.model, card)
@@ -200,12 +200,12 @@ def _add_tokens(app: DocumentedApi, context: ApiContext) -> None:
 def _add_operations(app: DocumentedApi, context: ApiContext) -> None:
     @app.get("/health/live")
     async def live() -> dict[str, str]:
-        """The process answers."""
+        """Return 200 if the process answers."""
         return {"status": "alive"}
 
     @app.get("/health/ready")
     async def ready() -> dict[str, str]:
-        """Requests can be served."""
+        """Return 200 if requests can be served."""
         context.drain.check_open()
         context.service.check_ready()
         context.service.check_cluster()
@@ -221,5 +221,5 @@ def _add_operations(app: DocumentedApi, context: ApiContext) -> None:
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
-        """This server's version."""
+        """Return the server's version."""
         return {"version": app.version}

@@ -45,7 +45,7 @@ tokenizing."""
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """What every route needs."""
+    """The dependencies of every route."""
 
     service: Service
     admission: AsyncAdmissionQueue
@@ -197,7 +197,7 @@ class GenerationResponse(Response):
             n = max(job.body.num_choices, len(job.body.answers_with_odds))
             tickets: list[Ticket] = []
             try:
-                with self._telling_limits(charge):
+                with self._with_limit_headers(charge):
                     charge.begin(job.num_prompts * n)
                     tickets = self._context.admission.reserve(job.num_prompts, n, caller)
                     requests = await job.engine_requests(self._context.cache_salt(job.body.cache_salt, tenant))
@@ -214,10 +214,10 @@ class GenerationResponse(Response):
                         await self._answer(job, generation, pieces, tracker, send, deadline)
             finally:
                 for ticket in tickets:
-                    ticket.release()
+                    ticket.close()
 
     @contextmanager
-    def _telling_limits(self, charge: Charge) -> Iterator[None]:
+    def _with_limit_headers(self, charge: Charge) -> Iterator[None]:
         """Set the rate limit headers when the block ends, with or without an error."""
         try:
             yield
@@ -294,12 +294,12 @@ class GenerationResponse(Response):
         except Exception as error:
             if not events.started:
                 raise
-            tracker.told_error = error
-            end = wire.error(self._told(error), self._request.state.request_id)
+            tracker.sent_error = error
+            end = wire.error(self._as_request_error(error), self._request.state.request_id)
         await pieces.aclose()  # free the engine before a send that may block on a slow client
         await events.end(end)
 
-    def _told(self, error: Exception) -> RequestError:
+    def _as_request_error(self, error: Exception) -> RequestError:
         if isinstance(error, RequestError):
             return error
         logger.error("request %s failed in its stream", self._request.state.request_id, exc_info=error)
@@ -309,13 +309,13 @@ class GenerationResponse(Response):
 def _whole_body(job: Job, wire: Wire, choices: Sequence[Choice], generation: Generation) -> bytes:
     answer = wire.whole(choices, generation.usage)
     if job.body.answers_with_odds:
-        for index, told in enumerate(answer["choices"]):
-            told["odds"] = generation.odds[index // (job.body.n or 1)]
+        for index, choice in enumerate(answer["choices"]):
+            choice["odds"] = generation.odds[index // (job.body.n or 1)]
     return orjson.dumps(answer)
 
 
 def _most_tokens(request: EngineRequest) -> int:
-    """The maximum number of tokens of the prompt and all choices."""
+    """Return the maximum number of tokens of the prompt and all choices."""
     assert request.params.max_tokens is not None, "the HTTP layer bounds every output"
     return len(request.prompt_token_ids) + request.params.n * request.params.max_tokens
 

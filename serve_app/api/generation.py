@@ -134,7 +134,7 @@ class Generation:
             for index in share:
                 first = index * self.n
                 streams = self.streams[first : first + self.n]
-                request, context = self._requests[index], replace(self._contexts[index], place=ticket)
+                request, context = self._requests[index], replace(self._contexts[index], slots=ticket)
                 async with aclosing(self._service.generate(request, context)) as steps:
                     self._tracker.queued(ticket.waited_s, len(request.prompt_token_ids) + self._num_scored_tokens)
                     async for deltas in steps:

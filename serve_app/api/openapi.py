@@ -57,14 +57,14 @@ class DocumentedApi(FastAPI):
         """
         self._bodies.append(body)
         content = {"schema": {"$ref": _REF.format(model=body.__name__)}, "example": example}
-        told: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": content}}}
+        operation: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": content}}}
         if streams:
             answers = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
-            told["responses"] = {"200": {"content": answers}}
-        return told
+            operation["responses"] = {"200": {"content": answers}}
+        return operation
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, built on the first call."""
+        """Return the OpenAPI document, built at the first call."""
         if self.openapi_schema is None:
             self.openapi_schema = self._completed(super().openapi())
         return self.openapi_schema
@@ -82,7 +82,7 @@ class DocumentedApi(FastAPI):
 
 
 def _refusals(path: str, *, with_body: bool) -> dict[str, Any]:
-    """Error responses of `path`, by status."""
+    """Return the error responses of `path`, by status."""
     schema = {"$ref": _REF.format(model="AnthropicError" if is_anthropic(path) else "Error")}
     content = {"application/json": {"schema": schema}}
     retry = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds; an estimate."}}

@@ -22,12 +22,13 @@ def add_peer_routes(app: FastAPI, context: ApiContext, ready: Callable[..., Any]
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        """Sequences that wait in this ingress's queue or are being generated."""
+        """Return the number of sequences that wait in this ingress's queue or are being
+        generated."""
         return {"server_load": context.admission.queued + context.admission.ongoing}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """The tokenizer's special tokens, size and chat template."""
+        """Return the tokenizer's special tokens, size and chat template."""
         tokenizer = context.service.tokenizer
         return {**tokenizer.info(), "max_model_len": context.service.model.max_model_len}
 

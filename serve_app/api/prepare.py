@@ -178,7 +178,9 @@ def _as_json(data: Any) -> str:
 def _check_roles(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
     first = {message.role: i for i, message in reversed([*enumerate(messages)]) if message.role not in USUAL_ROLES}
     if len(first) > _MAX_OTHER_ROLES:
-        raise InvalidRequestError(f"`messages` may have {_MAX_OTHER_ROLES} roles beside OpenAI's", param="messages")
+        raise InvalidRequestError(
+            f"`messages` may use at most {_MAX_OTHER_ROLES} roles besides OpenAI's", param="messages"
+        )
     for role, i in first.items():
         if not tokenizer.takes_role(role):
             raise InvalidRequestError(

@@ -9,7 +9,7 @@ Endpoint = Literal["chat", "completions", "responses", "messages", "embeddings"]
 
 
 class Outcome(StrEnum):
-    """How a generation request ended, as metrics count it."""
+    """The outcome of a generation request, as counted by the metrics."""
 
     COMPLETED = "completed"
     INVALID = "invalid"

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serve_app.core.admission_queue import Place
+from serve_app.core.admission_queue import AdmissionSlots
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.core.sampling_params import Pooling
@@ -36,23 +36,28 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a service needs for a request besides the tokens.
+    """A request's context besides its tokens.
 
     deadline: on `time.monotonic`'s clock, in seconds. The request then ends with
     `RequestTimeoutError`.
+
     session: the client's name for a conversation. Its requests should use the same prefix cache.
+
     ended_choices: choices that ended before the engine ended them (a stop string was found). The
     HTTP layer adds them while the request runs.
+
     replicas: the engines that had the request, in order. The service adds them while the request
     runs.
-    place: the request's slots. The service lends them while generation is paused for a slow client.
+
+    slots: the request's admission slots. The service releases them while generation is paused for a
+    slow client.
     """
 
     deadline: float | None = None
     session: str | None = None
     ended_choices: set[int] = field(default_factory=set)
     replicas: list[str] = field(default_factory=list)
-    place: Place | None = None
+    slots: AdmissionSlots | None = None
 
 
 NO_CONTEXT = RequestContext()

@@ -47,7 +47,7 @@ class RequestTracker:
         self._first_token_s: float | None = None
         self._requests: Sequence[EngineRequest] = ()
         self._contexts: Sequence[RequestContext] = ()
-        self.told_error: Exception | None = None
+        self.sent_error: Exception | None = None
         """An error that was sent as an event of the stream, and so is not raised."""
 
     def generates(self, requests: Sequence[EngineRequest], contexts: Sequence[RequestContext]) -> None:
@@ -113,11 +113,11 @@ class RequestTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        told = error or self.told_error
-        self.settle(told)
-        if isinstance(told, _REFUSALS):
-            self._observer.refused(told.code or "other")
-        summary = self._summary(told)
+        final = error or self.sent_error
+        self.settle(final)
+        if isinstance(final, _REFUSALS):
+            self._observer.refused(final.code or "other")
+        summary = self._summary(final)
         self._observer.finished(
             self._endpoint, summary.outcome, summary.prompt_tokens, summary.output_tokens, summary.seconds
         )

@@ -86,7 +86,7 @@ class DiskCache:
                 try:
                     return read(path)
                 except Exception as error:  # any error on damaged content
-                    logger.warning("%s is damaged, and made again: %r", path, error)
+                    logger.warning("%s is damaged and is recreated: %r", path, error)
                     _remove(path)
             self._write(path, key.group, make)
             self._evict(path, key.group, locks)

@@ -104,7 +104,7 @@ _Report = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Writ
 
 @bench.command()
 def compare(a: _Report, b: _Report, html: HtmlFile = None) -> None:
-    """B / A for every figure, with the lowest and highest ratio of single runs."""
+    """Print B / A for every figure, with the lowest and highest ratio of single runs."""
     from serve_app.workloads.plots import draw_ratios, image
     from serve_app.workloads.ratios import compare_results, read_results
     from serve_app.workloads.report import page, table

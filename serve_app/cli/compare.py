@@ -82,7 +82,7 @@ def compare(
 
 
 def _with_caps(prompts: Sequence[str], text: str) -> tuple[Sequence[str], tuple[int, ...]]:
-    """The prompts and, of each, the output tokens."""
+    """Return the prompts with the number of output tokens of each."""
     try:
         caps = tuple(int(part) for part in text.split(","))
     except ValueError:

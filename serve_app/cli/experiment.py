@@ -71,7 +71,7 @@ def _measured_cost(model: str, threads: int | None, progress: Console) -> "StepC
 
 
 def _replay(name: str, model: str, threads: int | None, png: Path | None, json_file: Path | None, *counts: int) -> None:
-    """An experiment in a time made of what steps of the model cost here."""
+    """Run an experiment in simulated time, from the measured cost of steps."""
 
     def measure(module: Experiment, progress: Console) -> Any:
         return module.run(_measured_cost(model, threads, progress), *counts)
@@ -183,8 +183,8 @@ def window(
     png: PngFile = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Batches by size or by time (max_batch_size, max_wait_time) for random arrivals, beside
-    continuous batching.
+    """Batches by size or by time (max_batch_size, max_wait_time), and continuous batching, for
+    random arrivals.
 
     Runs the real scheduler in simulated time, from the measured cost of the model's steps.
     """

@@ -1,6 +1,4 @@
-"""What commands that measure share: the options `--json`, `--png` and `--html`, checked before the
-measuring starts, and how an error is shown.
-"""
+"""Options `--json`, `--png` and `--html` of measuring commands, checked before the work."""
 
 import json
 import os
@@ -16,8 +14,7 @@ from serve_app.errors import ServeAppError
 
 
 def check_output(path: Path | None) -> Path | None:
-    """The path, if a file can be written there; raises `typer.BadParameter` before any work is
-    done."""
+    """Return the path if a file can be written there; else raise `typer.BadParameter`."""
     if path is not None:
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder")
@@ -33,7 +30,7 @@ HtmlFile = Annotated[Path | None, typer.Option("--html", callback=check_output, 
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """A `ServeAppError` inside is printed, and ends the command with status 1."""
+    """Print a `ServeAppError` of this context in one line and exit with status 1."""
     try:
         yield
     except ServeAppError as error:

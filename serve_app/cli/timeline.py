@@ -1,7 +1,6 @@
-"""`serve-app timeline`: what a running server's engines did recently, in the terminal and as files.
+"""`serve-app timeline`: the recent steps of a running server, in the terminal or as files.
 
-Decides how the picture fits a terminal. The engines decide what is recorded, the server how files
-look.
+This module draws in the terminal. The engines record the steps, and the server draws the files.
 """
 
 import json
@@ -59,7 +58,7 @@ def timeline(
 
 
 def show(console: Console, recording: Recording) -> None:
-    """One replica in the terminal: a summary in numbers, then a line per slot."""
+    """Print one replica: a summary in numbers, then a line per slot."""
     records = recording.records
     console.print(f"\n[bold]replica {recording.replica}[/bold]: {_summary(records)}")
     if not records:
@@ -67,8 +66,8 @@ def show(console: Console, recording: Recording) -> None:
     picture = _timeline(recording)
     scale = picture.num_steps / max(20, min(console.width, 140) - 10)
     console.print(
-        f"[dim]{scale:.1f} steps per character   ▒ prefill   ▇ decode   ▃ decode, less than half   · idle   "
-        "[underline]underlined[/underline] has a grammar[/dim]"
+        f"[dim]{scale:.1f} steps per character   ▒ prefill   ▇ decode   ▃ decode in less than half of these steps   "
+        "· idle   [underline]underlined[/underline]: has a grammar[/dim]"
     )
     console.print(draw_terminal(picture, _groups(records), scale), end="")
 
@@ -92,14 +91,16 @@ def _timeline(recording: Recording) -> Timeline:
 
 
 def _groups(records: Sequence[StepRecord]) -> dict[str, int]:
-    """A colour for each request, in order of first appearance."""
+    """Return the colour number of each request, in order of first appearance."""
     names = dict.fromkeys(row.request_id for record in records for row in record.rows)
     return {name: index % len(PALETTE) for index, name in enumerate(names)}
 
 
 def _get(url: str, query: dict[str, str]) -> bytes:
-    """The answer of `/debug/timeline`. Raises `ServeAppError` with the server's or the system's
-    message."""
+    """Return the answer of `/debug/timeline`.
+
+    Raises `ServeAppError` with the server's or the system's message.
+    """
     address = f"{url.rstrip('/')}/debug/timeline?{urlencode(query)}"
     try:
         return fetch(address, timeout_s=_TIMEOUT_S, api_key=client_api_key())

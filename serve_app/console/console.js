@@ -35,18 +35,18 @@ async function showModels() {
 function startSidebar() {
   const wide = matchMedia("(min-width: 52rem)");
   const { classList } = document.body;
-  const tell = () => {
+  const update = () => {
     const isOpen = wide.matches ? !classList.contains("sidebar-closed") : classList.contains("sidebar-open");
     find("sidebar-toggle").setAttribute("aria-expanded", String(isOpen));
   };
-  new MutationObserver(tell).observe(document.body, { attributeFilter: ["class"] });
-  wide.addEventListener("change", tell);
+  new MutationObserver(update).observe(document.body, { attributeFilter: ["class"] });
+  wide.addEventListener("change", update);
   find("sidebar-toggle").addEventListener("click", () => classList.toggle(wide.matches ? "sidebar-closed" : "sidebar-open"));
   find("backdrop").addEventListener("click", () => classList.remove("sidebar-open"));
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") classList.remove("sidebar-open");
   });
-  tell();
+  update();
 }
 
 // Start what needs no conversation first: opening the store takes longer than loading the page.

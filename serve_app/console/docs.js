@@ -23,14 +23,14 @@ function typeOf(schema) {
 
 /** Returns the limits of a value, to show beside its type (or beside one of its types). */
 function limitsOf(schema) {
-  const told = Object.assign({}, ...(schema.anyOf ?? []), schema);
-  const low = told.minimum ?? told.exclusiveMinimum;
-  const high = told.maximum ?? (told.exclusiveMaximum === undefined ? undefined : told.exclusiveMaximum - 1);
+  const merged = Object.assign({}, ...(schema.anyOf ?? []), schema);
+  const low = merged.minimum ?? merged.exclusiveMinimum;
+  const high = merged.maximum ?? (merged.exclusiveMaximum === undefined ? undefined : merged.exclusiveMaximum - 1);
   const limits = [];
-  if (low !== undefined) limits.push(told.minimum === undefined ? `above ${low}` : `from ${low}`);
+  if (low !== undefined) limits.push(merged.minimum === undefined ? `above ${low}` : `from ${low}`);
   if (high !== undefined) limits.push(`to ${high}`);
-  if (told.maxLength) limits.push(`${told.minLength ?? 0} to ${told.maxLength} characters`);
-  if (told.maxItems) limits.push(`at most ${told.maxItems}`);
+  if (merged.maxLength) limits.push(`${merged.minLength ?? 0} to ${merged.maxLength} characters`);
+  if (merged.maxItems) limits.push(`at most ${merged.maxItems}`);
   return limits.join(" ");
 }
 

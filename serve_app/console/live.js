@@ -184,7 +184,7 @@ function drawBlocks(canvas, stats) {
   }
   const share = Math.round((100 * stats.blocks_used) / stats.blocks_total);
   canvas.setAttribute("aria-label", `KV blocks: ${share} % of ${stats.blocks_total} in use`);
-  canvas.title = `each cell stands for ${perCell.toFixed(1)} blocks`;
+  canvas.title = `each cell shows ${perCell.toFixed(1)} blocks`;
 }
 
 function open(canvas) {

@@ -83,8 +83,8 @@ def add_console(app: FastAPI, sources: Sources) -> None:
         replica: str | None = None,
         seconds: Annotated[str, WithJsonSchema(_SECONDS)] = "60",
     ) -> Response:
-        """What the engines did in the last `seconds` seconds: `json`, `trace` (Perfetto) or `html`
-        (a picture)."""
+        """Return the engines' last `seconds` seconds: `json`, `trace` (Perfetto) or `html` (a
+        picture)."""
         if format not in _FORMATS:
             raise InvalidRequestError(f"`format` must be one of {', '.join(_FORMATS)}", param="format")
         span = _seconds(seconds)

@@ -188,19 +188,19 @@ function drawRows({ context, columns, lane, css }) {
 }
 
 function drawMarks({ context, columns, lane, css }) {
-  const seats = new Map();
+  const slots = new Map();
   for (const { record, x, end } of columns) {
-    const preempted = record.preempted.map(([request, choice]) => seats.get(`${request}#${choice}`));
-    for (const row of record.rows) seats.set(`${row.request}#${row.choice}`, row.slot);
+    const preempted = record.preempted.map(([request, choice]) => slots.get(`${request}#${choice}`));
+    for (const row of record.rows) slots.set(`${row.request}#${row.choice}`, row.slot);
     for (const slot of preempted) if (slot !== undefined) cross(context, x, slot * lane + lane / 2, css("--danger"));
     for (const [request, choice] of record.admitted) {
-      const slot = seats.get(`${request}#${choice}`);
+      const slot = slots.get(`${request}#${choice}`);
       if (slot === undefined) continue;
       if (attemptOf(request) > 1) diamond(context, x, slot * lane + lane / 2, css("--ink"), css("--card"));
       else notch(context, x, slot * lane, lane, css("--ink"));
     }
     for (const [request, choice] of record.finished) {
-      const slot = seats.get(`${request}#${choice}`);
+      const slot = slots.get(`${request}#${choice}`);
       context.fillStyle = css("--ink");
       if (slot !== undefined) context.fillRect(end - 1, slot * lane, 1.5, lane - 1);
     }

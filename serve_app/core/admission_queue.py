@@ -13,16 +13,16 @@ from serve_app.core.service_rate import RetryAfter, ServiceRate
 from serve_app.errors import InvalidRequestError, OverloadedError
 
 
-class Place(Protocol):
+class AdmissionSlots(Protocol):
     """A request's slots in the engines.
 
     Other requests may use them while no part of it is in an engine.
     """
 
-    def lend(self) -> None:
-        """Let other requests use the slots, because no part of the request is in an engine."""
+    def release(self) -> None:
+        """Release the slots to other requests, because no part of the request is in an engine."""
 
-    def take_back(self) -> None:
+    def reclaim(self) -> None:
         """Reclaim the slots for the request."""
 
 
@@ -90,12 +90,12 @@ class AdmissionQueue(Generic[E]):
         self._rate.ended(entry.cost, now)
         self.ongoing -= entry.cost
 
-    def lend(self, entry: E) -> None:
-        """Release the slot of an admitted part that has not ended but needs no slot for a while."""
+    def release(self, entry: E) -> None:
+        """Release the slots of an admitted part that has not ended but needs none for a while."""
         self.ongoing -= entry.cost
 
-    def take_back(self, entry: E) -> None:
-        """Take back the slot of a part. It has already started, so it does not queue again."""
+    def reclaim(self, entry: E) -> None:
+        """Reclaim the slots of a part. It has already started, so it does not queue again."""
         self.ongoing += entry.cost
 
     def withdraw(self, entry: E) -> None:
@@ -151,4 +151,4 @@ class AdmissionQueue(Generic[E]):
 
     def _served_per_s(self, now: float) -> float:
         # While all replicas are away, assume one slot, because they will return.
-        return self._rate.per_place(now) * max(self.max_ongoing, 1)
+        return self._rate.per_slot(now) * max(self.max_ongoing, 1)

@@ -46,9 +46,9 @@ _SHORT_STEP_S = 0.05
 _USUAL_STEP_S = 0.6
 """Steps of the usual size are chosen if they are at most this long.
 
-Unmeasured benefits: prompts wait half as long for room beside decodes, twice as many tokens share
-the reading of earlier keys, and drafts have room. The cost: every stream pauses this long beside a
-prompt.
+Unmeasured benefits: prompts wait half as long for room next to decodes, twice as many tokens share
+the reading of earlier keys, and drafts have room. The cost: every stream pauses this long while a
+prompt is computed.
 """
 _LONG_STEP_S = 0.1
 """Limit on a GPU, where a token costs about the same in steps of 1,000 and 8,000 tokens."""

@@ -118,4 +118,4 @@ class SchedulerConfig(SchedulerKnobs):
         SchedulerKnobs.__post_init__(self)  # not super(): `slots` creates a new class
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise ConfigError(f"eos_token_ids contains {token_id}; the logits have ids 0 to {self.vocab_size - 1}")
+                raise ConfigError(f"eos_token_ids contains {token_id}; the model has ids 0 to {self.vocab_size - 1}")

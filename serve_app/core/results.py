@@ -63,7 +63,7 @@ class ModelRunnerOutput:
     - `results[i]`: an entry for each of its tokens.
     - `prompt_results[i]`: an entry for each *next* prompt token that the row's positions predict.
     - `sat_out`: rows that should have sampled but could not yet. Their last token is computed
-      again. `sit_out` has already told the scheduler.
+      again. `sit_out` has already reported them to the scheduler.
     - `forced[i]`: tokens that the grammar forces after `token_ids[i]`, as drafts for the next step.
     - `mask_s`: CPU time of grammar masks since the previous step, in seconds.
     """
@@ -78,18 +78,7 @@ class ModelRunnerOutput:
 
 
 class TokenDelta(NamedTuple):
-    """What one choice of one request gained in a step.
-
-    - `offset`: output tokens before these, including prior ones (failover), so that readers notice
-      gaps and repeats.
-    - `num_cached_tokens`: prompt tokens found computed, in the prefix cache or by a sibling choice.
-      Set on the first delta of a choice.
-    - `results`: an entry for each token.
-    - `prompt_results`: an entry for each prompt token after the first. They come with choice 0,
-      before or with its first output token, each once. After a failover they start again, but only
-      if choice 0 had no output token.
-    - `error`: set with `FinishReason.ERROR`.
-    """
+    """The output of one choice in one step."""
 
     request_id: str
     choice: int
@@ -119,10 +108,7 @@ class TokenDelta(NamedTuple):
 
 
 class RequestOutputs(NamedTuple):
-    """What one request gained in a flush: at most one delta per choice.
-
-    `ended`: nothing follows. `error`: the reason if not all choices have finished.
-    """
+    """The output of one request in one flush: at most one delta per choice."""
 
     request_id: str
     deltas: list[TokenDelta]

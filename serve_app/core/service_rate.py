@@ -1,4 +1,4 @@
-"""How fast engine slots become free, and when refused clients should retry. Pure."""
+"""Estimates how fast engine slots become free, and when refused clients should retry. Pure."""
 
 import math
 
@@ -39,37 +39,37 @@ class ServiceRate:
 
     def __init__(self) -> None:
         self._ended = 0.0
-        self._place_s = 0.0
-        self._places = 0
+        self._slot_s = 0.0
+        self._slots = 0
         self._at = 0.0
 
-    def taken(self, places: int, now: float) -> None:
-        """Record that from now on all of `places` slots are taken; 0: a slot is free."""
+    def taken(self, slots: int, now: float) -> None:
+        """Record that from now on all `slots` slots are taken; 0: a slot is free."""
         self._advance(now)
-        self._places = places
+        self._slots = slots
 
     def ended(self, cost: int, now: float) -> None:
         """Record that `cost` sequences ended. Their slots do not count as free yet."""
         self._advance(now)
-        if self._places:
-            discount = 1.0 - 1.0 / max(256, 4 * self._places)
+        if self._slots:
+            discount = 1.0 - 1.0 / max(256, 4 * self._slots)
             self._ended = self._ended * discount + cost
-            self._place_s *= discount
+            self._slot_s *= discount
 
     @property
     def known(self) -> bool:
         """Whether enough sequences have ended for a reliable rate."""
         return self._ended >= _ENOUGH
 
-    def per_place(self, now: float) -> float:
+    def per_slot(self, now: float) -> float:
         """Return sequences per second and slot; 1 before any measurement."""
         self._advance(now)
-        measured = (self._ended + 1.0) / (self._place_s + 1.0)
-        if self.known or not self._places:
+        measured = (self._ended + 1.0) / (self._slot_s + 1.0)
+        if self.known or not self._slots:
             return measured
         # Few or no sequences have ended yet: assume that the running ones are half done.
-        return max(measured, 1.0 / (1.0 + 2.0 * self._place_s / self._places))
+        return max(measured, 1.0 / (1.0 + 2.0 * self._slot_s / self._slots))
 
     def _advance(self, now: float) -> None:
-        self._place_s += self._places * (now - self._at)
+        self._slot_s += self._slots * (now - self._at)
         self._at = now

@@ -107,7 +107,7 @@ class AsyncEngine:
         self._error: str | None = None
         # Owned by the engine's thread. The event loop only reads whole values.
         self._core: EngineCore
-        self._seated: dict[str, _Stream] = {}
+        self._in_core: dict[str, _Stream] = {}
         """The streams of all requests in the core, including waiting ones."""
         self._step_outputs: list[tuple[_Stream, TokenDelta]] = []
         self._stats: SchedulerStats
@@ -145,7 +145,7 @@ class AsyncEngine:
         # Choices that an earlier replica finished end too: the scheduler reports them again.
         stream = self._streams[request_id] = _Stream(request_id, request.params.n, self._core.clock())
         if request.params.grammar is None:
-            self._tell(lambda: self._add(request, stream))
+            self._post(lambda: self._add(request, stream))
         else:
             self._loop.run_in_executor(None, self._prepare, request, stream)
 
@@ -153,7 +153,7 @@ class AsyncEngine:
         """End the request and publish nothing more of it. Ignores unknown ids."""
         if (stream := self._streams.pop(request_id, None)) is not None:
             stream.is_over = True
-            self._tell(lambda: self._remove(request_id))
+            self._post(lambda: self._remove(request_id))
 
     def reconfigure(self, knobs: SchedulerKnobs) -> None:
         """Change the scheduler's knobs before the next step.
@@ -161,7 +161,7 @@ class AsyncEngine:
         Raises `ConfigError` for changes that need a restart.
         """
         self._core.config.check_change(knobs)
-        self._tell(lambda: self._core.reconfigure(knobs))
+        self._post(lambda: self._core.reconfigure(knobs))
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state after the last step or command."""
@@ -182,7 +182,7 @@ class AsyncEngine:
 
     # Methods for the event loop's thread.
 
-    def _tell(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], None]) -> None:
         """Run `command` in the engine's thread before its next step.
 
         Counts as busy from now on, so that a thread that never wakes is detected as stalled.
@@ -273,7 +273,7 @@ class AsyncEngine:
         if deltas is None:
             self._sleep(core.wake_time)
         else:
-            self._step_outputs = [(self._seated[delta.request_id], delta) for delta in deltas]
+            self._step_outputs = [(self._in_core[delta.request_id], delta) for delta in deltas]
 
     def _sleep(self, until: float | None) -> bool:
         """Wait for a command until `until`, and run it. Returns whether one came."""
@@ -305,17 +305,17 @@ class AsyncEngine:
             if stats.waiting + stats.running >= config.max_num_seqs + config.max_num_waiting:
                 raise OverloadedError(f"the engine already holds {stats.waiting} waiting requests")
             self._core.add(request)
-            self._seated[request.request_id] = stream
+            self._in_core[request.request_id] = stream
 
     def _remove(self, request_id: str) -> None:
-        self._seated.pop(request_id, None)
+        self._in_core.pop(request_id, None)
         self._core.abort(request_id)
 
     def _prepare(self, request: EngineRequest, stream: _Stream) -> None:
         """Build the request's grammar in another thread, then pass the request to the engine."""
         with self._ending(stream):
             self._core.prepare(request)
-            self._tell(lambda: self._add(request, stream))
+            self._post(lambda: self._add(request, stream))
 
     @contextmanager
     def _ending(self, stream: _Stream) -> Iterator[None]:
@@ -326,7 +326,7 @@ class AsyncEngine:
             self._hand_over(self._fail, [stream], error)
         except Exception:
             logger.exception("taking request %r failed", stream.request_id)
-            self._hand_over(self._fail, [stream], EngineError("the engine failed to take the request"))
+            self._hand_over(self._fail, [stream], EngineError("the engine could not accept the request"))
 
     def _hand_over(self, callback: Callable[..., object], *args: object) -> None:
         """Run `callback` on the event loop. If the loop is closed, the engine ends."""

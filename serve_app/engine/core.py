@@ -201,15 +201,15 @@ class EngineCore:
         """Load the model of `config` and build the engine. Raises `ConfigError`."""
         if config.num_threads is not None:
             set_num_threads(config.num_threads)
-        stage, told_at = "", 0.0
+        stage, reported_at = "", 0.0
 
         def on_load(name: str, fraction: float) -> None:
-            nonlocal stage, told_at
+            nonlocal stage, reported_at
             now = time.monotonic()
-            if on_progress is None or (name == stage and now - told_at < _PROGRESS_PERIOD_S):
+            if on_progress is None or (name == stage and now - reported_at < _PROGRESS_PERIOD_S):
                 return
             on_progress(f"{name}: {fraction:.0%}" if name == stage else name)
-            stage, told_at = name, now
+            stage, reported_at = name, now
 
         model = load_model(config.model, on_load)
         limits = measure_limits(model.device, model.dtype)

@@ -143,7 +143,7 @@ def show(console: Console, job: CompareJob, results: dict[Mode, Measurement], gr
     columns = max(20, min(console.width, 140) - 10)
     scale = max(run.steps for run in results.values()) / columns
     console.print(f"\n{job.slots} slots; each character is {scale:.1f} steps; one colour per prompt")
-    console.print("[dim]▒ prefill   ▇ decode   ▃ decode, less than half of the time   × padding   · idle[/dim]")
+    console.print("[dim]▒ prefill   ▇ decode   ▃ decode in less than half of the time   × padding   · idle[/dim]")
     for run in results.values():
         console.print(f"\n[bold]{run.timeline.title}")
         console.print(draw_terminal(run.timeline, groups, scale), end="")

@@ -1,4 +1,1 @@
-"""How requests run across replicas: attempts, failover, routing and links.
-
-Imports neither Ray nor torch.
-"""
+"""Runs requests across replicas: attempts, failover, routing and links."""

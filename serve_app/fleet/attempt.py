@@ -1,4 +1,4 @@
-"""One attempt of a request at one replica, and a replica, as this process knows them.
+"""One attempt of a request at one replica, and the state of a replica in this process.
 
 An `Attempt` has its placement, its queue of outputs, its deadline, and the replica reserved for it,
 if any. Two containers refer to it: `Replica.attempts` (`ReplicaSet.waiting` before it is placed),

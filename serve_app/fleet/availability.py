@@ -28,7 +28,7 @@ class Availability:
 
     @property
     def without_replicas_s(self) -> float:
-        """For how many seconds there has been no replica; 0 if there is one."""
+        """Seconds since there was a replica; 0 if there is one."""
         return 0.0 if self._none_since is None else self._loop.time() - self._none_since
 
     async def until(self, condition: Callable[[], bool], revision: str | None) -> None:

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Set
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
-from serve_app.core.admission_queue import Place
+from serve_app.core.admission_queue import AdmissionSlots
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
 from serve_app.errors import KILLED_REPLICAS, EngineError, OverloadedError, RequestTimeoutError, UnavailableError
@@ -32,7 +32,7 @@ from serve_app.fleet.loss import LossReason, ReplicaLostError
 from serve_app.fleet.poison_requests import PoisonRequests
 from serve_app.fleet.quarantine import Isolation, Quarantine
 from serve_app.fleet.replica_set import ReplicaSet
-from serve_app.fleet.resume_state import OutOfPlaceError, ResumeState
+from serve_app.fleet.resume_state import ResumeState, TokenGapError
 from serve_app.fleet.unread import UnreadBytes
 
 OnFailover = Callable[[LossReason, int], None]
@@ -58,7 +58,7 @@ class Failover:
 
     @property
     def without_replicas_s(self) -> float:
-        """For how many seconds there has been no replica; 0 if there is one."""
+        """Seconds since there was a replica; 0 if there is one."""
         return self._availability.without_replicas_s
 
     async def generate(
@@ -69,19 +69,19 @@ class Failover:
         session: str | None = None,
         ended: Set[int] = frozenset(),
         visited: list[str] | None = None,
-        place: Place | None = None,
+        slots: AdmissionSlots | None = None,
     ) -> AsyncGenerator[list[TokenDelta], None]:
         """Yield the request's outputs until every choice has finished or is in `ended`.
 
         - `ended`: choices that the reader no longer needs; the reader may add to it.
         - `deadline`: in monotonic seconds.
         - `visited`: the replicas that ran the request are appended.
-        - `place`: the admission slot; it is lent to other requests while the reader is so far
-          behind that no replica runs the request.
+        - `slots`: the admission slots; released while the reader is so far behind that no replica
+          runs the request.
 
         Raises the request's own `RequestError`; `RequestTimeoutError`; `UnavailableError` if no
-        replica came back in time; `EngineError` if replicas die of the request. Closing or
-        cancelling the generator ends the running attempt.
+        replica returned in time; `EngineError` if the request kills replicas. Closing or cancelling
+        the generator ends the running attempt.
         """
         if self._poison_requests.knows(request, self._loop.time()):
             raise EngineError("engine replicas died while they ran a request like this one", code=KILLED_REPLICAS)
@@ -89,7 +89,7 @@ class Failover:
         retry = RetryState(self._availability.wait_s, [] if visited is None else visited)
         while not resume.complete:
             try:
-                async with self._attempt(resume, retry, deadline, session, place) as (attempt, isolation):
+                async with self._attempt(resume, retry, deadline, session, slots) as (attempt, isolation):
                     while not resume.complete:
                         if outputs := resume.accept(await attempt.next()):
                             retry.got_outputs(attempt)
@@ -97,11 +97,11 @@ class Failover:
                                 attempt.reserved = None
                                 isolation.end()
                             yield outputs
-            except OutOfPlaceError:
+            except TokenGapError:
                 await retry.lost(LossReason.CUT, None)
             except ReplicaLostError as loss:
-                if place is not None and loss.reason is LossReason.UNREAD:
-                    place.take_back()
+                if slots is not None and loss.reason is LossReason.UNREAD:
+                    slots.reclaim()
                 with self._remembering(request, retry):
                     await retry.lost(loss.reason, retry.last_replica)
             except OverloadedError:
@@ -122,7 +122,12 @@ class Failover:
 
     @asynccontextmanager
     async def _attempt(
-        self, resume: ResumeState, retry: "RetryState", deadline: float, session: str | None, place: Place | None
+        self,
+        resume: ResumeState,
+        retry: "RetryState",
+        deadline: float,
+        session: str | None,
+        slots: AdmissionSlots | None,
     ) -> AsyncIterator[tuple[Attempt, Isolation | None]]:
         """Start the next attempt once a replica may take it. Leaving the context ends it."""
         async with AsyncExitStack() as stack:
@@ -146,7 +151,7 @@ class Failover:
                 reserved=None if isolation is None else isolation.replica,
                 needs_slot=retry.was_lost,
                 unread=self.unread,
-                on_unread=None if place is None else place.lend,
+                on_unread=None if slots is None else slots.release,
             )
             stack.callback(attempt.close)
             stack.callback(self._transport.stop, attempt)

@@ -102,9 +102,9 @@ def _exchange(said: bytes, heard: bytes, words: int) -> Generator[bytes, bytes, 
     hello = _HELLO.fullmatch(line)
     if hello is not None and (version := int(hello[1])) != VERSION:
         raise HandshakeError(f"uses version {version} of the link protocol, this end uses version {VERSION}", _hello())
-    if hello is None or len(told := hello[2].split()) != words:
+    if hello is None or len(received := hello[2].split()) != words:
         raise HandshakeError("does not use the link protocol")
-    return told, rest
+    return received, rest
 
 
 def _hello(*words: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """The link: one TCP connection per ingress and replica, for requests and all their outputs.
 
-A call through a Ray handle takes 2 ms beside a busy engine, and over 1 ms of the ingress's CPU
+A call through a Ray handle takes 2 ms while the engine is busy, and over 1 ms of the ingress's CPU
 time. Each streamed item costs 0.6 ms more. On a link, a request is one message, and everything that
 the engine flushes at once is one message. Ray starts and monitors the replicas, and gives the
 ingress their links' addresses.
@@ -37,9 +37,9 @@ LINK = "link"
 
 _KEY_BYTES = 16
 _HANDSHAKE_S = 5.0
-MAX_STRANGERS = 64
-"""Maximum of connections whose handshake has not finished; one more closes the oldest."""
-_BETWEEN_COMPLAINTS_S = 5.0
+MAX_UNAUTHENTICATED = 64
+"""Maximum number of connections whose handshake has not finished; one more closes the oldest."""
+_PEER_ERRORS_EVERY_S = 5.0
 _SILENCE_S = 60
 """A connection whose peer acknowledges nothing for this long is closed."""
 MAX_UNSENT_BYTES = 64 * 2**20
@@ -49,7 +49,7 @@ The requests continue over the next link.
 """
 
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException)
-"""Errors raised on reading what no end of this version sends."""
+"""Errors raised while an invalid message is read."""
 
 Submit = Callable[[EngineRequest], None]
 Abort = Callable[[str], None]
@@ -74,11 +74,11 @@ class LinkServer:
         """The link of each running attempt, by id."""
         self.ended = asyncio.Event()
         """Set whenever a link has ended."""
-        self._strangers: dict[ReplicaEnd, None] = {}
-        """Connections without a complete handshake, the oldest first."""
+        self._unauthenticated: dict[ReplicaEnd, None] = {}
+        """Connections whose handshake has not finished, the oldest first."""
         self._submit = submit
         self._abort = abort
-        self._complained_at = -math.inf
+        self._logged_at = -math.inf
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
@@ -141,40 +141,40 @@ class LinkServer:
             self._server.close()
         for end in self.ends:
             end.send([], LossReason.LEFT)
-        for stranger in self._strangers:
-            stranger.abort()
+        for end in self._unauthenticated:
+            end.abort()
 
     def connected(self, end: "ReplicaEnd") -> None:
-        """Register a new connection, which may come from anyone.
+        """Register a new connection, which is not authenticated yet.
 
-        Beyond the limit, closes the oldest connection rather than the newest: otherwise a client
-        that holds connections open would keep the ingress out.
+        Above the limit, closes the oldest connection rather than the newest: otherwise a client
+        that keeps connections open would lock out the ingress.
         """
-        self._strangers[end] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        self._unauthenticated[end] = None
+        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.abort()
-            self.complain(f"more than {MAX_STRANGERS} connections have not proven who they are: the oldest are closed")
+            self.log_peer_error(f"more than {MAX_UNAUTHENTICATED} unauthenticated connections; the oldest are closed")
 
     def opened(self, end: "ReplicaEnd") -> None:
         """Register the link of an ingress after its handshake."""
-        self._strangers.pop(end, None)
+        self._unauthenticated.pop(end, None)
         self.ends.add(end)
 
     def lost(self, end: "ReplicaEnd") -> None:
         """Abort the attempts of a link that has ended."""
-        self._strangers.pop(end, None)
+        self._unauthenticated.pop(end, None)
         self.ends.discard(end)
         for attempt_id in [attempt_id for attempt_id, owner in self.attempts.items() if owner is end]:
             self.cancel(end, attempt_id)
         self.ended.set()
 
-    def complain(self, text: str) -> None:
-        """Log an error about unknown peers, rate-limited."""
+    def log_peer_error(self, text: str) -> None:
+        """Log an error about unauthenticated peers, at most one every 5 s."""
         now = time.monotonic()
-        if now - self._complained_at >= _BETWEEN_COMPLAINTS_S:
-            self._complained_at = now
+        if now - self._logged_at >= _PEER_ERRORS_EVERY_S:
+            self._logged_at = now
             logger.error("%s", text)
 
 
@@ -194,7 +194,7 @@ class ReplicaEnd(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
         self._next: asyncio.Handle = self._loop.call_later(_HANDSHAKE_S, self.abort)
         _notice_loss(transport.get_extra_info("socket"))
         self._server.connected(self)
@@ -213,7 +213,7 @@ class ReplicaEnd(asyncio.Protocol):
                 else:
                     self._server.start(self, message)
         except _MALFORMED as error:
-            logger.error("an ingress sent what is no message of the link (%r): hung up", error)
+            logger.error("an ingress sent an invalid message (%r); connection closed", error)
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -248,7 +248,7 @@ class ReplicaEnd(asyncio.Protocol):
         try:
             self._transport.write(self._handshake.receive(data))
         except HandshakeError as error:
-            self._server.complain(f"what has connected from {_peer(self._transport)} {error}: hung up")
+            self._server.log_peer_error(f"the peer at {_peer(self._transport)} {error}; connection closed")
             self._transport.write(error.answer)
             self._transport.close()
         if (rest := self._handshake.rest) is None:
@@ -271,7 +271,7 @@ class ReplicaEnd(asyncio.Protocol):
         return self._transport.get_write_buffer_size()
 
     def _head(self, heartbeat: WireLoad | LossReason) -> bytes:
-        """Pack a heartbeat. A separate method, so that profiles show its cost apart from tokens."""
+        """Pack a heartbeat. A separate method, so that profiles list its cost separately."""
         head: bytes = self._packer.pack_array_header(2) + self._packer.pack(heartbeat)
         return head
 
@@ -312,9 +312,9 @@ class IngressEnd(asyncio.Protocol):
                     self._on_heartbeat(load)
         except _MALFORMED as error:
             logger.error(
-                "the replica at %s sent what is no frame of the link (%r): hung up", _peer(self._transport), error
+                "the replica at %s sent an invalid frame (%r); connection closed", _peer(self._transport), error
             )
-            self._hang_up(LossReason.UNAVAILABLE)
+            self._close(LossReason.UNAVAILABLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Part of `asyncio.Protocol`."""
@@ -347,11 +347,11 @@ class IngressEnd(asyncio.Protocol):
         try:
             self._write(self._handshake.receive(data))
         except HandshakeError as error:
-            logger.error("the replica at %s %s: it gets no requests", _peer(self._transport), error)
-            self._hang_up(LossReason.INCOMPATIBLE)
+            logger.error("the replica at %s %s; it gets no requests", _peer(self._transport), error)
+            self._close(LossReason.INCOMPATIBLE)
         return self._handshake.rest or b""
 
-    def _hang_up(self, reason: LossReason) -> None:
+    def _close(self, reason: LossReason) -> None:
         self._end(reason)
         self.close()
 

@@ -190,7 +190,7 @@ class PrefixRouting:
     def update(self, replicas: Mapping[str, ReplicaInfo]) -> None:
         """Add new replicas, with nothing cached, and forget those that are gone.
 
-        A replica is forgotten only when it has no attempts, because some come back at once.
+        A replica is forgotten only when it has no attempts, because some return at once.
         """
         kept = {name: replica for name, replica in self._replicas.items() if name in replicas or replica.sequences}
         new = {name: _Replica(info) for name, info in replicas.items() if name not in kept}

@@ -4,7 +4,7 @@ A suspect gets a replica that is closed to others and whose streams move away fi
 other requests is bounded:
 
 - At most a quarter of the replicas is closed (one if there are fewer than eight), and never the
-  last one. On the last one, suspects take turns, beside other requests.
+  last one. There, suspects run one at a time, with other requests.
 - At most one replica with streams is emptied per `_EMPTYING_PERIOD_S`. Waiting suspects use
   replicas that are already closed.
 - Poison acts on a request's first steps, so tokens end the suspicion.

@@ -1,4 +1,4 @@
-"""What an ingress knows of the engine replicas: which exist, their state, and their attempts.
+"""The engine replicas of an ingress: which exist, their state, and their attempts.
 
 Used by the transport, failover and the watchdog. Each ingress replica has its own set. The set only
 stores state: failover and watchdog decide which replicas are suspect, and the routing policy

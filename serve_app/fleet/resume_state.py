@@ -1,9 +1,9 @@
-"""What the reader of one request has received, so that any replica can continue from there.
+"""The output that the reader of one request has received; enough for any replica to continue.
 
 Decides which of an attempt's outputs are new. Repeated prompt results, and choices that have
 finished, are dropped, so that the reader sees one stream. Tokens are never dropped: tokens that do
-not start where the known ones end are an error of the attempt (`OutOfPlaceError`). Knows neither
-replicas nor time.
+not start where the known ones end are an error of the attempt (`TokenGapError`). Independent of
+replicas and time.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from serve_app.core.request import EngineRequest
 from serve_app.core.results import Results, TokenDelta
 
 
-class OutOfPlaceError(Exception):
+class TokenGapError(Exception):
     """An attempt's tokens do not start where the known ones end."""
 
 
@@ -29,12 +29,12 @@ class ResumeState:
         self._ended = ended
         self._outputs = [list(ids) for ids in request.prior_output_ids] or [[] for _ in range(request.params.n)]
         self._finished: set[int] = set()
-        self._told_cached: set[int] = set()
-        self._told_prompt: Counter[str] = Counter()
+        self._delivered_cached: set[int] = set()
+        self._delivered_prompt: Counter[str] = Counter()
         self._seen_prompt: Counter[str] = Counter()
         """Prompt results by kind.
 
-        `_told_prompt`: given to the reader; `_seen_prompt`: sent by this attempt.
+        `_delivered_prompt`: given to the reader; `_seen_prompt`: sent by this attempt.
         """
         self._attempts = 0
 
@@ -69,30 +69,32 @@ class ResumeState:
         )
 
     def accept(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Record an attempt's outputs and return the new ones. Raises `OutOfPlaceError`."""
+        """Record an attempt's outputs and return the new ones. Raises `TokenGapError`."""
         fresh = (
             deltas if self._attempts == 1 else [new for delta in deltas if (new := self._new_part(delta)) is not None]
         )
         for count, delta in enumerate(fresh):
             output = self._outputs[delta.choice]
             if delta.offset != len(output):
-                self._take_back(fresh[:count])
-                raise OutOfPlaceError(f"{len(output)} tokens of choice {delta.choice}, then those from {delta.offset}")
+                self._forget(fresh[:count])
+                raise TokenGapError(
+                    f"choice {delta.choice} has {len(output)} tokens, but the next ones start at {delta.offset}"
+                )
             output += delta.token_ids
-            self._told_prompt.update(_lengths(delta.prompt_results))
+            self._delivered_prompt.update(_lengths(delta.prompt_results))
             if delta.num_cached_tokens is not None:
-                self._told_cached.add(delta.choice)
+                self._delivered_cached.add(delta.choice)
             if delta.finish_reason is not None:
                 self._finished.add(delta.choice)
         return fresh
 
-    def _take_back(self, deltas: list[TokenDelta]) -> None:
+    def _forget(self, deltas: list[TokenDelta]) -> None:
         """Undo recorded outputs that will not be delivered: the next attempt repeats them."""
         for delta in reversed(deltas):
             del self._outputs[delta.choice][delta.offset :]
-            self._told_prompt.subtract(_lengths(delta.prompt_results))
+            self._delivered_prompt.subtract(_lengths(delta.prompt_results))
             if delta.num_cached_tokens is not None:
-                self._told_cached.discard(delta.choice)
+                self._delivered_cached.discard(delta.choice)
             if delta.finish_reason is not None:
                 self._finished.discard(delta.choice)
 
@@ -105,16 +107,16 @@ class ResumeState:
             return None
         prompt_results = {}
         for kind, entries in delta.prompt_results.items():
-            repeated = max(0, self._told_prompt[kind] - self._seen_prompt[kind])
+            repeated = max(0, self._delivered_prompt[kind] - self._seen_prompt[kind])
             if fresh := entries[repeated:]:
                 prompt_results[kind] = fresh
         self._seen_prompt.update(_lengths(delta.prompt_results))
         if not (delta.token_ids or prompt_results or delta.finish_reason is not None):
             return None
-        told_cached = delta.choice in self._told_cached
+        is_delivered = delta.choice in self._delivered_cached
         return delta._replace(
             prompt_results=prompt_results,
-            num_cached_tokens=None if told_cached else delta.num_cached_tokens,
+            num_cached_tokens=None if is_delivered else delta.num_cached_tokens,
         )
 
 

@@ -27,8 +27,8 @@ def check_has_end(end_ids: Sequence[int], param: str | None = None) -> None:
     """Raise `InvalidRequestError` if no token ends a text: a constrained output could not end."""
     if not end_ids:
         raise InvalidRequestError(
-            "this model has no token that ends a text, in its configuration or its tokenizer: constrained output "
-            "(schemas, grammars, choices, tools) is not available",
+            "constrained output (schemas, grammars, choices, tools) is not available for this model: neither its "
+            "configuration nor its tokenizer defines an end token",
             param=param,
             code=Refusal.UNSUPPORTED,
         )
@@ -57,7 +57,7 @@ class Matcher:
         if reason is not None and any(sign in reason for sign in _WRONG_OUTPUT):
             return EngineError(f"the grammar does not allow the output: {reason}")
         if reason is None or "NoExtension" in reason:
-            return InvalidRequestError("the grammar leaves no token to choose", code=Refusal.UNMATCHABLE)
+            return InvalidRequestError("the grammar allows no next token", code=Refusal.UNMATCHABLE)
         return InvalidRequestError(f"the grammar takes too much work: {reason}", code=Refusal.TOO_LARGE)
 
     def consume(self, token_ids: Sequence[int]) -> bool:

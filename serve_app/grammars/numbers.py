@@ -18,6 +18,7 @@ _MOST = 9e18
 _LONG = 10**18
 """From this bound on, llguidance requires a bound on the other side too."""
 _MAX_FACTOR = 1_000_000
+_MAX_DECIMALS = 9
 MAX_STATES = 5_000
 """Maximum of a `multipleOf` after division by its factors 2 and 5; its automaton has that many
 states. With 9,999 (not with 7,001) llguidance fails in the middle of a number that also has bounds.
@@ -105,7 +106,7 @@ def _write_integers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
         most = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
         most = min(most, _MAX_INT64)
     if least is not None and most is not None and least > most:
-        raise NumberError(f"`minimum` and `maximum` leave no integer: {short(least)} is above {short(most)}")
+        raise NumberError(f"no integer lies between `minimum` and `maximum`: {short(least)} is above {short(most)}")
     for bound in (least, most):
         if bound is not None and bound != _MAX_INT64 and int(float(bound)) != bound:
             raise NumberError(f"the bound {short(bound)} cannot be kept exactly (limit: 2**53)")
@@ -122,7 +123,7 @@ def _write_numbers(schema: dict[str, Any], low: Bound, high: Bound) -> None:
     least, above = _double(low, up=True)
     most, below = _double(high, up=False)
     if least is not None and most is not None and (least > most or (least == most and (above or below))):
-        raise NumberError("`minimum` and `maximum` leave no number")
+        raise NumberError("no number lies between `minimum` and `maximum`")
     if (least is not None and least > _MOST) or (most is not None and most < -_MOST):
         raise NumberError("a bound has more than 64 bits")
     # Numbers with only the other bound get `_MOST` as a bound too.
@@ -151,7 +152,7 @@ def _next(end: float, other: float) -> float:
     if following < _LEAST_ABOVE_ZERO < other:
         return _LEAST_ABOVE_ZERO
     if following < 1e-100:
-        raise NumberError("a range of numbers next to 0 is too narrow")
+        raise NumberError("the range of numbers is too narrow next to 0")
     return following
 
 
@@ -197,10 +198,17 @@ def _factor(schema: dict[str, Any]) -> tuple[int, int] | None:
         raise NumberError("`multipleOf` must be larger than 0")
     while number % 1:  # llguidance computes it the same way
         number, exponent = number * 10, exponent + 1
-    if number > _MAX_FACTOR or exponent > 9 or Decimal(int(number)).scaleb(-exponent) != Decimal(str(factor)):
-        raise NumberError(f"`multipleOf` {short(factor)} has too many digits: they must make {_MAX_FACTOR} at most")
+    if (
+        number > _MAX_FACTOR
+        or exponent > _MAX_DECIMALS
+        or Decimal(int(number)).scaleb(-exponent) != Decimal(str(factor))
+    ):
+        raise NumberError(
+            f"`multipleOf` {short(factor)} has too many digits: without its decimal point it must be at most "
+            f"{_MAX_FACTOR}, with at most {_MAX_DECIMALS} decimals"
+        )
     if num_states(int(number)) > MAX_STATES:
-        raise NumberError(f"`multipleOf` {short(factor)} must be {MAX_STATES} at most, without its factors 2 and 5")
+        raise NumberError(f"`multipleOf` {short(factor)} must be at most {MAX_STATES} without its factors 2 and 5")
     return int(number), exponent
 
 
@@ -224,7 +232,7 @@ def _check_multiple(factor: tuple[int, int], low: Bound, high: Bound, *, integer
     first = math.floor(low[0] / step) + 1 if low[1] else math.ceil(low[0] / step)
     last = math.ceil(high[0] / step) - 1 if high[1] else math.floor(high[0] / step)
     if first > last:
-        raise NumberError("`minimum` and `maximum` leave no number that is a multiple of `multipleOf`")
+        raise NumberError("no multiple of `multipleOf` lies between `minimum` and `maximum`")
 
 
 def _finite(key: str, value: float) -> float:

@@ -168,7 +168,7 @@ class _Preparation:
                 continue
             target = "" if resource else base
             if f"{target}{unquote(fragment)}" not in self._paths:
-                raise SchemaError(path, f"`$ref` leads to no schema: {reference[:64]}")
+                raise SchemaError(path, f"`$ref` does not refer to a schema: {reference[:64]}")
         product = 1
         for coefficient, exponent in self._factors:
             product *= coefficient * 10 ** max(e for _, e in self._factors) // 10**exponent
@@ -227,7 +227,7 @@ class _Preparation:
         properties, patterns = schema.get("properties", {}), schema.get("patternProperties")
         required = {*schema.get("required", ())}  # duplicate names count once
         if schema.get("minProperties", 0) > len(required) + 1:
-            raise SchemaError(path, "`minProperties` is larger than the number of required properties and one more")
+            raise SchemaError(path, "`minProperties` must be at most the number of required properties plus 1")
         if not patterns:
             return schema
         names = sorted({*properties, *required, *(self._joined_names or ())})
@@ -242,10 +242,10 @@ class _Preparation:
         if self._can_name_more(probe, path):
             return schema
         if self._joined_names is not None:
-            reason = "`patternProperties` leaves no name beside the properties of this schema, whose parts are joined"
+            reason = "`patternProperties` allows no name besides the properties of this joined schema"
             raise SchemaError(path, reason)
         if not {*properties} <= required:
-            raise SchemaError(path, "`patternProperties` leaves no name beside those of `properties`: leave it out")
+            raise SchemaError(path, "`patternProperties` allows no name besides those in `properties`; leave it out")
         return {**schema, "maxProperties": min(schema.get("maxProperties", MAX_SIZE), len(required))}
 
 

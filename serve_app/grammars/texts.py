@@ -78,7 +78,7 @@ def choice(answers: Sequence[str], *, param: str = "structured_outputs") -> str:
     """Return the grammar of exactly these texts."""
     if not answers or len(answers) > MAX_CHOICES or not all(answers):
         raise InvalidRequestError(
-            f"`{param}` must hold 1 to {MAX_CHOICES} texts that are not empty",
+            f"`{param}` must contain 1 to {MAX_CHOICES} non-empty texts",
             param=param,
             code=Refusal.TOO_LARGE if answers else Refusal.UNMATCHABLE,
         )

@@ -104,7 +104,7 @@ def _key_pair(options: Any) -> KeyPair | None:
     if haproxy_enabled():
         for key in ("ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(options, key) is not None:
-                raise ConfigError(f"http_options.{key}: only Ray's default path has it, where HAProxy does not end TLS")
+                raise ConfigError(f"http_options.{key}: not supported on the fast path, where HAProxy terminates TLS")
     return None if options.ssl_certfile is None else KeyPair(Path(options.ssl_certfile), Path(options.ssl_keyfile))
 
 

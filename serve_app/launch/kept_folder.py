@@ -40,4 +40,4 @@ class KeptFolder:
             new.write_bytes(content)
             os.replace(new, path)
         if gone:
-            self._say(f"{len(gone)} of this server's files in {self._folder} were deleted: written again")
+            self._say(f"{len(gone)} of this server's files in {self._folder} were deleted and have been rewritten")

@@ -275,10 +275,10 @@ class _Launch:
         threading.Thread(target=self._update.follow, args=(self._stopping,), daemon=True).start()
         kept = KeptFolder(self._scratch, self._say)
         while not self._stopping.wait(_POLL_S):
-            if self._key_pair is not None and (told := self._see("the certificate", self._key_pair.look)) is not None:
-                self._say(told)
+            if self._key_pair is not None and (news := self._see("the certificate", self._key_pair.look)) is not None:
+                self._say(news)
             self._see(f"the files in {self._scratch}", kept.look)
-            if (lost := self._see("a look at the server failed", watch.look)) is not None:
+            if (lost := self._see("cannot check the server", watch.look)) is not None:
                 self._fail(lost)
                 return
         self._ending.drain()

@@ -41,7 +41,7 @@ def check_surroundings(temporary: Path) -> None:
 def make_rays_token() -> None:
     """Create Ray's token, readable for this user only.
 
-    With the token, anyone may run code through Ray's ports. Ray itself would write it readable for
+    With the token, any process may run code through Ray's ports. Ray would write it readable for
     every user. Raises `OSError` if it cannot be created.
     """
     token = Path.home() / ".ray" / "auth_token"
@@ -71,7 +71,7 @@ def _check_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
-        raise ConfigError(f"at most {soft} files may be open, and {_MIN_FILES} are needed: raise `ulimit -n`")
+        raise ConfigError(f"at most {soft} files may be open, but {_MIN_FILES} are needed: raise `ulimit -n`")
 
 
 def _check_processes() -> None:
@@ -83,7 +83,7 @@ def _check_processes() -> None:
         limits.append((int(_PIDS.read_text()), "raise the container's limit of processes"))
     for limit, advice in limits:
         if limit < _MIN_PROCESSES:
-            raise ConfigError(f"at most {limit} threads may run, and {_MIN_PROCESSES} are needed: {advice}")
+            raise ConfigError(f"at most {limit} threads may run, but {_MIN_PROCESSES} are needed: {advice}")
 
 
 def _check_temporary(folder: Path) -> None:
@@ -91,16 +91,16 @@ def _check_temporary(folder: Path) -> None:
     if len(os.fsencode(name)) > _MAX_SOCKET_BYTES:
         most = _MAX_SOCKET_BYTES - len(_SOCKET_NAME)
         raise ConfigError(
-            f"TMPDIR: {folder} is too long for the names of Ray's sockets, at most {most} bytes: set RAY_TMPDIR=/tmp"
+            f"TMPDIR: {folder} is too long for the names of Ray's sockets (at most {most} bytes): set RAY_TMPDIR=/tmp"
         )
     for place in (folder, Path("/tmp")):
         _check_writable(place, "TMPDIR: ", "set TMPDIR to a folder that can be written")
     free = shutil.disk_usage(folder).free
     if free < _MIN_FREE_BYTES:
         needed = _MIN_FREE_BYTES // 2**20
-        raise ConfigError(f"{folder}: {free // 2**20} MiB are free, and Ray needs {needed} MiB: make room")
+        raise ConfigError(f"{folder}: {free // 2**20} MiB are free, but Ray needs {needed} MiB: free some space")
     if not _SHARED_MEMORY.is_dir():
-        raise ConfigError(f"{_SHARED_MEMORY} is missing, and Ray needs it: mount a tmpfs there")
+        raise ConfigError(f"{_SHARED_MEMORY} is missing, but Ray needs it: mount a tmpfs there")
 
 
 def _check_home() -> None:

@@ -54,7 +54,7 @@ class WatchedKeyPair:
         if state == self._done or state != before:
             return None
         try:
-            self._tell_haproxy(self._install())
+            self._update_haproxy(self._install())
         except ConfigError as error:
             failure = str(error)
             self._done = state
@@ -66,7 +66,7 @@ class WatchedKeyPair:
             self._done, self._failure = state, None
             return f"{self._files.certificate} was read again: new connections get it"
         self._failure = failure
-        return f"{failure}; the certificate before stays in force"
+        return f"{failure}; the previous certificate stays in use"
 
     def _state(self) -> _State:
         return tuple(file_state(path) for path in (self._files.certificate, self._files.key))
@@ -95,7 +95,7 @@ class WatchedKeyPair:
         named = f"{self._files.certificate} and {self._files.key}"
         return ConfigError(f"http_options: certificate and key ({named}) cannot be used: {reason or error}")
 
-    def _tell_haproxy(self, pem: str) -> None:
+    def _update_haproxy(self, pem: str) -> None:
         """Install the certificate in every running HAProxy. Raises `OSError`."""
         path = self._folder / PEM
         # Ray creates the socket in a subfolder.
@@ -114,4 +114,4 @@ class WatchedKeyPair:
             connection.sendall(text.encode())
             answer = b"".join(iter(lambda: connection.recv(4096), b"")).decode()
         if expected not in answer:
-            raise OSError(f"HAProxy did not take the certificate: {' '.join(answer.split())}")
+            raise OSError(f"HAProxy refused the certificate: {' '.join(answer.split())}")

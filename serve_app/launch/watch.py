@@ -41,7 +41,7 @@ class Watch:
         self._restarts: dict[str, int] = {}
         self._dead: set[str] = set()
         self._oom_kills = _count_oom_kills()
-        self._note_actors(told=False)
+        self._note_actors(report=False)
 
     def look(self) -> str | None:
         """Report changes since the last check, at most once a second.
@@ -52,13 +52,13 @@ class Watch:
         if now < self._next_look:
             return None
         self._next_look = now + _PERIOD_S
-        self._note_actors(told=True)
+        self._note_actors(report=True)
         self._note_readiness(now)
         if self._refused_since is None or now - self._refused_since < _MOST_REFUSED_S:
             return None
-        return f"{self._url} has taken no connection for {now - self._refused_since:.0f} s: its proxy does not start"
+        return f"{self._url} has accepted no connection for {now - self._refused_since:.0f} s: its proxy does not start"
 
-    def _note_actors(self, *, told: bool) -> None:
+    def _note_actors(self, *, report: bool) -> None:
         kills, before = _count_oom_kills(), self._oom_kills
         self._oom_kills = kills
         try:
@@ -71,7 +71,7 @@ class Watch:
             self._restarts[actor.actor_id] = actor.restarts
             if actor.dead:
                 self._dead.add(actor.actor_id)
-            if died and told and actor.crashed and not _INTENDED.search(actor.cause):
+            if died and report and actor.crashed and not _INTENDED.search(actor.cause):
                 self._say(f"{_name(actor)} (pid {actor.pid}) died: {_reason(actor, kills - before)}")
 
     def _note_readiness(self, now: float) -> None:
@@ -97,7 +97,7 @@ def _name(actor: Actor) -> str:
 
 def _reason(actor: Actor, oom_kills: int) -> str:
     if oom_kills:
-        return f"the kernel ended {oom_kills} process(es) of this machine in the same second, for want of memory"
+        return f"the kernel's OOM killer killed {oom_kills} process(es) on this machine in the same second"
     detail = _DETAIL.search(" ".join(actor.cause.split()))
     return (detail[1] if detail is not None else actor.cause or "no cause given")[:300]
 

@@ -101,7 +101,7 @@ class Auth:
         if isinstance(ring, UnknownKeys):
             raise ring.error()
         if self._ledger is not None and not self._ledger.is_open:
-            raise UnavailableError("today's file in `ingress.ledger_folder` cannot be opened; the log says why")
+            raise UnavailableError("today's file in `ingress.ledger_folder` cannot be opened; see the server's log")
 
     def start(self, tasks: LastingTasks) -> None:
         """Start the tasks that refresh the keys file and the ledger."""

@@ -50,7 +50,10 @@ class GcsWatch:
         if self.is_silent and now >= self._next_report:
             self._next_report = now + _REMINDER_S
             silence = now - self._answered_at
-            logger.error("Ray's GCS has not answered for %.0f s: requests are served, but nothing is replaced", silence)
+            logger.error(
+                "Ray's GCS has not answered for %.0f s: requests are served, but lost replicas are not replaced",
+                silence,
+            )
 
     @property
     def is_silent(self) -> bool:
@@ -60,4 +63,4 @@ class GcsWatch:
     def check_ready(self) -> None:
         """Raise `UnavailableError` while the GCS is silent."""
         if self.is_silent:
-            raise UnavailableError("Ray's GCS does not answer: no replica that is lost now would be replaced")
+            raise UnavailableError("Ray's GCS does not answer: lost replicas are not replaced")

@@ -137,7 +137,7 @@ class ReplicaService:
             session=context.session,
             ended=context.ended_choices,
             visited=context.replicas,
-            place=context.place,
+            slots=context.slots,
         )
 
     def _describe_model(self) -> None:
@@ -156,7 +156,7 @@ class ReplicaService:
         """
         self._auth.check_ready()
         if (name := self._tasks.failing) is not None:
-            raise UnavailableError(f"the task {name!r} of this server keeps failing; its log says why")
+            raise UnavailableError(f"the task {name!r} of this server keeps failing; see its log")
         if self._failover.without_replicas_s > _ABSENCE_S:
             raise UnavailableError("no engine replica is running", retry_after_s=RETRY_AFTER_S)
 
@@ -229,7 +229,7 @@ class Ingress:
             settings.ingress.max_queued_requests,
             by_priority=settings.engine.policy == "priority",
         )
-        self._places_of_one = settings.max_ongoing_per_replica
+        self._slots_per_replica = settings.max_ongoing_per_replica
         self._drain = Drain()
         self._metrics = IngressMetrics(lambda: self._queue.queued, lambda: self._queue.ongoing, self._engines_load)
         files = lambda: self._auth.keys_file_invalid, lambda: self._auth.ledger_unusable
@@ -279,9 +279,9 @@ class Ingress:
         Without replicas, the capacity of one: admitted requests then wait, or fail with an error.
         """
         slots = [replica.metadata["max_num_seqs"] for replica in self._replicas.alive()]
-        places = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in slots]
-        self._places_of_one = max(places, default=self._places_of_one)
-        self._queue.set_capacity(sum(places) or self._places_of_one)
+        capacities = [self._settings.with_chosen(max_num_seqs=number).max_ongoing_per_replica for number in slots]
+        self._slots_per_replica = max(capacities, default=self._slots_per_replica)
+        self._queue.set_capacity(sum(capacities) or self._slots_per_replica)
 
     def _engines_load(self) -> tuple[int, int]:
         """Return (waiting, running) sequences of all engines, as last reported.
@@ -302,7 +302,7 @@ class Ingress:
         ingress = self._settings.ingress
         limits = ApiLimits(
             max_body_bytes=int(ingress.max_body_mib * 2**20),
-            max_uploads=self._settings.num_places,
+            max_uploads=self._settings.max_requests,
             body_timeout_s=ingress.body_timeout_s,
             request_timeout_s=ingress.request_timeout_s,
         )

@@ -134,7 +134,7 @@ def use_in_any_thread(handle: DeploymentHandle[Any]) -> None:
 class Actor:
     """A row of Ray's table of actors.
 
-    `crashed`: its process or node last ended without being told to.
+    `crashed`: its process or node last ended unexpectedly.
     """
 
     actor_id: str
@@ -221,7 +221,7 @@ async def _end_frozen_haproxy(manager: Any) -> None:
     while True:
         await asyncio.sleep(_LOOK_AT_HAPROXY_S if check.unanswered else _ASK_HAPROXY_S)
         for pid in await asyncio.to_thread(check.look, Path(manager._haproxy.cfg.socket_path)):
-            logger.error("HAProxy (pid %d) is frozen: it has not answered for 2 s, and is ended", pid)
+            logger.error("HAProxy (pid %d) is frozen: no answer for 2 s. It is killed and restarted", pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -60,6 +60,9 @@ class EngineReplica:
     Methods run on the replica's event loop; the engine has its own thread.
     """
 
+    _is_started = False
+    """Whether the constructor has returned."""
+
     async def __init__(self, settings: Settings, *, use_gpu: bool) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, which fails the deployment."""
         # Disabled until everything is loaded: the collector would visit half a million lasting
@@ -114,6 +117,7 @@ class EngineReplica:
         self._link_address = await self._links.listen(node_address())
         gc.freeze()  # otherwise the first collection takes 0.2 s during the first requests
         gc.enable()
+        self._is_started = True
 
     def _open_metrics(self, settings: Settings) -> None:
         self._metrics.read_stats_from(self._engine.stats)
@@ -133,6 +137,8 @@ class EngineReplica:
         Ray waits for this when it stops the replica. This includes streams that an ingress still
         sends here because it cannot use the new replicas.
         """
+        if not self._is_started:
+            return  # Ray reports the constructor's error
         try:
             await self.check_health()
         except RuntimeError as error:
@@ -183,7 +189,7 @@ class EngineReplica:
             self._engine.reconfigure(knobs)
             self._metrics.set_knobs(knobs)
         except ConfigError as error:
-            logger.error("user_config is refused, the knobs stay as they were: %s", error)
+            logger.error("user_config is refused; the knobs are unchanged: %s", error)
 
     async def check_health(self) -> None:
         """Raise `RuntimeError` if the engine's thread has ended or its step takes too long."""

@@ -12,13 +12,13 @@ import urllib.request
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _believing_opener() -> urllib.request.OpenerDirector:
+def _unverified_opener() -> urllib.request.OpenerDirector:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
 
 
-_BELIEVING_OPENER = _believing_opener()
+_UNVERIFIED_OPENER = _unverified_opener()
 
 
 class HttpStatusError(OSError):
@@ -45,12 +45,12 @@ def fetch(
         headers["Authorization"] = f"Bearer {api_key}"
     request = urllib.request.Request(url, json_body, headers)
     try:
-        with (_OPENER if verify else _BELIEVING_OPENER).open(request, timeout=timeout_s) as answer:
+        with (_OPENER if verify else _UNVERIFIED_OPENER).open(request, timeout=timeout_s) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             raise HttpStatusError(error.code, error.read()) from None
     except http.client.InvalidURL as error:
-        raise ValueError(f"{url!r} is no URL") from error
+        raise ValueError(f"{url!r} is not a valid URL") from error
     except http.client.HTTPException as error:
         raise ConnectionError(f"{type(error).__name__}: {error}") from error

@@ -114,7 +114,7 @@ class Charge:
         if tenant.max_sequences is not None:
             if sequences > tenant.max_sequences:
                 raise InvalidRequestError(
-                    f"prompts times `n` are {sequences}, but this API key allows {tenant.max_sequences} at once",
+                    f"prompts times `n` is {sequences}, but this API key allows {tenant.max_sequences} at once",
                     param="n",
                 )
             if account.sequences + sequences > tenant.max_sequences:
@@ -161,16 +161,16 @@ class Charge:
 
     def headers(self) -> Mapping[str, str]:
         """Return OpenAI's headers with the limits per minute."""
-        now, told = self._accounts.clock(), {}
+        now, headers = self._accounts.clock(), {}
         for kind, limit, window in (
             ("requests", self._tenant.requests_per_minute, self._account.requests),
             ("tokens", self._tenant.tokens_per_minute, self._account.tokens),
         ):
             if limit is not None:
-                told[f"x-ratelimit-limit-{kind}"] = str(limit)
-                told[f"x-ratelimit-remaining-{kind}"] = str(max(limit - window.total(now), 0))
-                told[f"x-ratelimit-reset-{kind}"] = f"{window.reset_s(now):.3g}s"
-        return told
+                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(limit - window.total(now), 0))
+                headers[f"x-ratelimit-reset-{kind}"] = f"{window.reset_s(now):.3g}s"
+        return headers
 
     def _check_day(self, tokens: int) -> None:
         limit, today = self._tenant.tokens_per_day, self._accounts.today(self._tenant)

@@ -54,7 +54,7 @@ class DayFile:
             raise
 
     def fileno(self) -> int:
-        """The file descriptor, for `fcntl.flock`."""
+        """Return the file descriptor, for `fcntl.flock`."""
         return self._file
 
     def close(self) -> None:

@@ -85,9 +85,9 @@ class WatchedKeyFile:
             "removed": before.keys() - after.keys(),
             "changed": {name for name in before.keys() & after.keys() if before[name] != after[name]},
         }
-        told = "; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in news.items() if names)
-        told = told or "the same names and limits"
-        logger.info("keys file %s was reloaded: %s", self._path, told)
+        changes = "; ".join(f"{kind} {', '.join(sorted(names))}" for kind, names in news.items() if names)
+        changes = changes or "the same names and limits"
+        logger.info("keys file %s was reloaded: %s", self._path, changes)
 
     def _read(self) -> KeyRing:
         """Read the file. Raises `ConfigError`."""

@@ -61,7 +61,7 @@ class KeyRing:
         if tenant is None:
             raise AuthenticationError("unknown API key")
         if tenant.expires is not None and tenant.expires <= now:
-            raise AuthenticationError(f"the API key has expired at {tenant.expires:%Y-%m-%d %H:%M} UTC")
+            raise AuthenticationError(f"the API key expired at {tenant.expires:%Y-%m-%d %H:%M} UTC")
         return tenant
 
     def is_admin(self, key: str, now: datetime) -> bool:

@@ -156,7 +156,7 @@ class Ledger:
                 pass  # another process is writing what the file lacks
             except (OSError, ConfigError) as error:
                 self.error = str(error)
-                self._report("the ledger's file of today cannot be used; today's sums are kept in memory", error)
+                self._report("today's ledger file cannot be used; today's sums are kept in memory", error)
 
     def sync(self) -> None:
         """Sync written lines to the disk.
@@ -311,7 +311,7 @@ class Ledger:
             os.fsync(copy)
         except OSError as error:
             file.is_dirty = True
-            self._report("the ledger cannot be put on the disk", error)
+            self._report("the ledger cannot be synced to disk", error)
         finally:
             os.close(copy)
 

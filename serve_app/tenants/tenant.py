@@ -11,7 +11,7 @@ LOWEST_PRIORITY = 2**31 - 1
 
 
 def _utc(value: Any) -> Any:
-    """A YAML date means its first moment. A time without a zone is UTC."""
+    """Return the time of a YAML date (its start) or time. Without a zone it is in UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime(value.year, value.month, value.day)
     return value.replace(tzinfo=UTC) if isinstance(value, datetime) and value.tzinfo is None else value

@@ -29,7 +29,7 @@ _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "preserve_think
 
 
 class Ending(Enum):
-    """How a prompt ends, as arguments of transformers."""
+    """The end of a prompt, as arguments of transformers."""
 
     ANSWER = {"add_generation_prompt": True}
     """At the start of the assistant's answer."""
@@ -40,7 +40,7 @@ class Ending(Enum):
 
 
 def without_tools(param: str) -> InvalidRequestError:
-    """The error for a request with tools or calls in `param` when the model supports none."""
+    """Return the error for a request with tools or calls in `param` if the model supports none."""
     return InvalidRequestError(
         f"`{param}`: this model's chat template has no tools in a form that this server supports "
         "(the operator can set `ingress.tools`)",
@@ -175,5 +175,5 @@ def _texts(data: Any) -> tuple[list[str], list[str]]:
 
 
 def template_variables(template: str | None) -> frozenset[str]:
-    """The variables that a request may set and this chat template uses."""
+    """Return the variables that a request may set and this chat template uses."""
     return frozenset(name for name in _VARIABLES if re.search(rf"\b{name}\b", template or ""))

@@ -45,7 +45,7 @@ def is_mark(token: str) -> bool:
 
 
 def find_pattern(control_tokens: Sequence[str]) -> re.Pattern[str]:
-    """A pattern that finds any of these tokens, the longest one at each position."""
+    """Return a pattern that matches any of these tokens, the longest one at each position."""
     longest_first = sorted(control_tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

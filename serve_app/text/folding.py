@@ -75,12 +75,12 @@ def fold(messages: Sequence[dict[str, Any]], order: TemplateOrder) -> list[dict[
         moved = (role == "system" and not (order.late_system and order.system)) or (
             role == "tool" and not order.lone_result and not _follows_call(messages, i)
         )
-        told = {"role": "user", "content": message["content"]} if moved else message
-        same = bool(folded) and folded[-1]["role"] == told["role"] and told["role"] in ("user", "assistant")
+        adapted = {"role": "user", "content": message["content"]} if moved else message
+        same = bool(folded) and folded[-1]["role"] == adapted["role"] and adapted["role"] in ("user", "assistant")
         if same and (moved or loose or not order.repeats):
-            folded[-1] = _merged(folded[-1], told)
+            folded[-1] = _merged(folded[-1], adapted)
         else:
-            folded.append(told)
+            folded.append(adapted)
         loose = moved
     return folded
 

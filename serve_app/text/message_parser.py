@@ -80,22 +80,22 @@ class MessageParser:
             self._say(Kind.REASONING, self._close.flush())
         elif self._state not in (self._call, self._end):
             self._say(Kind.CONTENT, held)
-            self._tell(Kind.CONTENT, self._content_text.finish(), self._content_text.end)
+            self._emit(Kind.CONTENT, self._content_text.finish(), self._content_text.end)
         return self._take()
 
     def _take(self) -> list[Part]:
         parts, self._parts = joined(self._parts), []
         return parts
 
-    def _tell(self, kind: Kind, text: str, end: int = 0) -> None:
+    def _emit(self, kind: Kind, text: str, end: int = 0) -> None:
         if text:
             self._parts.append(Part(kind, text, max(0, self.num_calls - 1), end - len(text)))
 
     def _say(self, kind: Kind, text: str, behind: int = 0) -> None:
         """Emit text of this kind. behind: number of fed characters after it."""
         trimmed = self._content_text if kind is Kind.CONTENT else self._thought
-        told = trimmed.feed(text, self._num_fed - behind - len(text), looks=self._looks)
-        self._tell(kind, told, trimmed.end)
+        emitted = trimmed.feed(text, self._num_fed - behind - len(text), looks=self._looks)
+        self._emit(kind, emitted, trimmed.end)
         self._begun = self._begun or bool(text.strip())
 
     def _start(self, text: str) -> str:
@@ -142,9 +142,9 @@ class MessageParser:
         if not length:
             self._say(Kind.CONTENT, text[at], len(text) - at - 1)
             return text[at + 1 :]
-        self._tell(Kind.CONTENT, self._content_text.interrupt(), self._content_text.end)
+        self._emit(Kind.CONTENT, self._content_text.interrupt(), self._content_text.end)
         self.num_calls += 1
-        self._tell(Kind.CALL, name)
+        self._emit(Kind.CALL, name)
         self._arguments = arguments_reader(self._tools, self._parameters[name])
         self._state = self._call
         return text[at + length :]
@@ -179,8 +179,8 @@ class MessageParser:
 
     def _call(self, text: str) -> str:
         assert self._arguments is not None
-        told, rest = self._arguments.feed(text)
-        self._tell(Kind.ARGUMENTS, told)
+        emitted, rest = self._arguments.feed(text)
+        self._emit(Kind.ARGUMENTS, emitted)
         if rest is None:
             return ""
         self._state = self._end

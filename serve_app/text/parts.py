@@ -69,13 +69,13 @@ class PlainText:
 
     def feed(self, text: str, *, looks: bool = True) -> list[Part]:
         """Add text and return the new parts. looks: search it for stop strings."""
-        return self._tell(self._stops.feed(text) if looks else text)
+        return self._emit(self._stops.feed(text) if looks else text)
 
     def finish(self) -> list[Part]:
-        """End the text and return the rest: held-back text is no stop string."""
-        return self._tell(self._stops.flush())
+        """End the text and return the rest, with text held back for a possible stop string."""
+        return self._emit(self._stops.flush())
 
-    def _tell(self, text: str) -> list[Part]:
+    def _emit(self, text: str) -> list[Part]:
         self._end += len(text)
         return [Part(Kind.CONTENT, text, 0, self._end - len(text))] if text else []
 
@@ -118,30 +118,30 @@ class TrimmedText:
         return self._shown(self.stops.feed(text) if looks else text)
 
     def interrupt(self) -> str:
-        """Another part starts: return the rest of the text before it."""
-        told = self._shown(self.stops.flush()) if self._begun else ""
+        """Return the rest of the text, because a part of another kind starts."""
+        emitted = self._shown(self.stops.flush()) if self._begun else ""
         self._fresh, self._begun, self._space = True, False, []
-        return told
+        return emitted
 
     def finish(self) -> str:
         """End the text and return the rest."""
         if self._fresh:
             return ""
         space = "".join(self._space)
-        told = space if self._begun else self.stops.feed(space)
+        emitted = space if self._begun else self.stops.feed(space)
         self._space = []
         if not self.stops.stopped:
-            told += self.stops.flush()
-        self.end += len(told)
-        return told
+            emitted += self.stops.flush()
+        self.end += len(emitted)
+        return emitted
 
     def _shown(self, text: str) -> str:
         solid = text if self.stops.stopped else text.rstrip()
-        told = ""
+        emitted = ""
         if solid or self.stops.stopped:
-            told = "".join([*self._space, solid])
+            emitted = "".join([*self._space, solid])
             self._space = []
         if len(solid) < len(text):
             self._space.append(text[len(solid) :])
-        self.end += len(told)
-        return told
+        self.end += len(emitted)
+        return emitted

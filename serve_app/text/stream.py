@@ -105,7 +105,7 @@ class TextStream:
         self._reasoning = None if stop.thinking is None else ReasoningTokens(stop.thinking)
         self._decoded = 0
         """Number of characters of the answer so far."""
-        self._told = 0
+        self._emitted_end = 0
         """End of the emitted content, in characters of the answer."""
         self._pending: list[TokenText] = []
         self.num_tokens = 0
@@ -200,10 +200,10 @@ class TextStream:
         spans = list(zip(self._pending, following, strict=True))
         for part in parts:
             if part.kind is Kind.CONTENT:
-                self._told = part.end
+                self._emitted_end = part.end
                 released += [t for t, end in spans if t.offset < part.end and (part.at <= t.offset or part.at < end)]
                 spans = [(t, end) for t, end in spans if t.offset >= part.end]
         self._pending = [token for token, _ in spans]
-        if self.finish_reason is not None and not self._stops.stopped and self._told == self._decoded:
+        if self.finish_reason is not None and not self._stops.stopped and self._emitted_end == self._decoded:
             released += self._pending
         return tuple(released)

@@ -93,7 +93,9 @@ class Tokenizer:
         Added tokens beyond the logits are refused per request: Gemma 3 has one for images.
         """
         if self._num_ordinary > vocab_size:
-            raise ConfigError(f"model: the tokenizer has {self._num_ordinary} ids, but the logits have {vocab_size}")
+            raise ConfigError(
+                f"model: the tokenizer has {self._num_ordinary} ids, but the model has only {vocab_size} logits"
+            )
 
     def check_chat_template(self) -> None:
         """Raise `ConfigError` if the chat template is broken.
@@ -233,7 +235,7 @@ class Tokenizer:
         }
 
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary for grammars."""
+        """Return the vocabulary for grammars."""
         return Vocabulary(
             tokens=[self.token_bytes(token_id) for token_id in range(self.vocab_size)],
             special_ids=frozenset(self.special_ids.values()),

@@ -99,13 +99,13 @@ class _Tags:
         self._properties = properties if isinstance(properties, dict) else {}
         self._held = ""
         self._key = ""
-        self._told = ""
+        self._emitted = ""
         self._pieces: list[str] = []
         self._until: Until | None = None
         """Reads a key or a value up to its end; None between two parameters."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        told = ""
+        emitted = ""
         rest: str | None = self._held + text
         self._held = ""
         while rest is not None:
@@ -113,15 +113,15 @@ class _Tags:
                 piece, rest = self._until.feed(rest)
                 self._pieces.append(piece)
                 if rest is not None:
-                    told += self._part("".join(self._pieces))
+                    emitted += self._part("".join(self._pieces))
             elif rest.startswith(_PARAMETER):
                 rest = rest.removeprefix(_PARAMETER)
                 self._begin(_NAMED)
             elif _PARAMETER.startswith(rest):
                 self._held, rest = rest, None
             else:
-                return told + ("}" if self._told else "{}"), rest
-        return told, None
+                return emitted + ("}" if self._emitted else "{}"), rest
+        return emitted, None
 
     def _begin(self, marker: str) -> None:
         self._until, self._pieces = Until(marker), []
@@ -132,8 +132,8 @@ class _Tags:
             self._key = text or " "
             self._begin(_CLOSED)
             return ""
-        written = f"{', ' if self._told else '{'}{_quoted(self._key)}: {self._value(text)}"
-        self._told, self._key, self._until = written, "", None
+        written = f"{', ' if self._emitted else '{'}{_quoted(self._key)}: {self._value(text)}"
+        self._emitted, self._key, self._until = written, "", None
         return written
 
     def _value(self, text: str) -> str:
@@ -161,31 +161,31 @@ class _BareKeys:
     def feed(self, text: str) -> tuple[str, str | None]:
         seen, at = self._held + text, 0
         self._held = ""
-        told: list[str] = []
+        emitted: list[str] = []
         while at < len(seen):
             if self._in_string:
                 end = seen.find(QUOTE, at)
                 stop = end if end >= 0 else len(seen) - overlap(seen[at:], QUOTE)
-                told.append(_quoted(seen[at:stop])[1:-1])
+                emitted.append(_quoted(seen[at:stop])[1:-1])
                 if end < 0:
                     self._held = seen[stop:]
                     break
-                told.append('"')
+                emitted.append('"')
                 self._in_string = False
                 at = end + len(QUOTE)
             elif seen.startswith(QUOTE, at):
                 self._in_string = True
-                told.append('"')
+                emitted.append('"')
                 at += len(QUOTE)
             elif QUOTE.startswith(seen[at : at + len(QUOTE)]):
                 self._held = seen[at:]
                 break
             else:
-                told.append(self._sign(seen[at]))
+                emitted.append(self._sign(seen[at]))
                 at += 1
                 if not self._open:
-                    return "".join(told), seen[at:]
-        return "".join(told), None
+                    return "".join(emitted), seen[at:]
+        return "".join(emitted), None
 
     def _sign(self, char: str) -> str:
         """Return JSON for a character outside strings."""

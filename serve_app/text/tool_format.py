@@ -17,12 +17,12 @@ from serve_app.core.sampling_params import ThinkingBudget
 
 
 class Dialect(StrEnum):
-    """How arguments are written."""
+    """The syntax of a call's arguments."""
 
     JSON = "json"
     """`{"city": "Rome"}`"""
     TAGS = "tags"
-    """`<parameter=city>\\nRome\\n</parameter>\\n`, values that are no text as JSON."""
+    """`<parameter=city>\\nRome\\n</parameter>\\n`. Values other than text are JSON."""
     BARE_KEYS = "bare_keys"
     """`{city:<|"|>Rome<|"|>}`: keys without quotes, strings between special marks."""
 
@@ -126,9 +126,9 @@ def find_reasoning(render: Render) -> ReasoningFormat | None:
     reasoning."""
     call = _message(1, text_arguments=False)
     thought = {"reasoning_content": _THOUGHT, "reasoning": _THOUGHT}
-    told = _try(render, [_USER, {**call, **thought}], tools=[_TOOL])
+    with_call = _try(render, [_USER, {**call, **thought}], tools=[_TOOL])
     plain = _try(render, [_USER, {"role": "assistant", "content": "probe", **thought}])
-    for text in (told, plain):
+    for text in (with_call, plain):
         before, found, after = (text or "").partition(_THOUGHT)
         for pair in _PAIRS:
             if found and pair[0] in before and pair[1] in after:

@@ -46,41 +46,41 @@ async def test_beyond_the_bound_requests_are_refused_and_nothing_is_taken() -> N
         queue.reserve(2)
     assert (queue.ongoing, queue.queued) == (1, 1)
     for ticket in taken:
-        ticket.release()
+        ticket.close()
     assert (queue.ongoing, queue.queued) == (0, 0)
 
 
-@pytest.mark.parametrize("ends", ["lent", "taken back"])
-async def test_a_place_that_is_not_needed_for_a_while_is_anothers(ends: str) -> None:
+@pytest.mark.parametrize("ends", ["released", "reclaimed"])
+async def test_slots_that_are_not_needed_for_a_while_go_to_others(ends: str) -> None:
     queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=3)
     [first], [second], [third] = queue.reserve(), queue.reserve(), queue.reserve()
-    second.lend()  # it has none yet
-    second.take_back()
+    second.release()  # it has none yet
+    second.reclaim()
     async with first:
-        first.lend()
-        first.lend()
+        first.release()
+        first.release()
         async with asyncio.timeout(30), second:
             assert (queue.ongoing, queue.queued) == (1, 1)
-            if ends == "taken back":
-                first.take_back()
-                first.take_back()
+            if ends == "reclaimed":
+                first.reclaim()
+                first.reclaim()
                 assert queue.ongoing == 2
-        assert third.turn.done() == (ends == "lent")
-    third.release()
+        assert third.turn.done() == (ends == "released")
+    third.close()
     assert (queue.ongoing, queue.queued) == (0, 0)
 
 
-async def test_leaving_while_queued_frees_the_place_and_keeps_the_order() -> None:
+async def test_leaving_while_queued_frees_the_entry_and_keeps_the_order() -> None:
     queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2)
     [first], [second], [third] = queue.reserve(), queue.reserve(), queue.reserve()
     waiting = asyncio.create_task(second.__aenter__())
     await asyncio.sleep(0)
     waiting.cancel()
-    second.release()
-    second.release()
+    second.close()
+    second.close()
     assert queue.queued == 1
-    first.release()
-    first.release()
+    first.close()
+    first.close()
     await third.turn
     assert (queue.ongoing, queue.queued) == (1, 0)
 
@@ -94,12 +94,12 @@ async def test_a_turn_that_comes_to_a_cancelled_waiter_is_passed_on() -> None:
             async with second:
                 pass
         finally:
-            second.release()
+            second.close()
 
     waiting = asyncio.create_task(use())
     await asyncio.sleep(0)
     waiting.cancel()
-    first.release()  # grants `second` before its task has seen the cancellation
+    first.close()  # grants `second` before its task has seen the cancellation
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await third.turn
@@ -113,7 +113,7 @@ async def test_a_waiter_is_told_at_its_deadline_and_leaves() -> None:
     with pytest.raises(RequestTimeoutError, match="in the queue"):
         async with late:
             pass
-    late.release()
+    late.close()
     assert (queue.ongoing, queue.queued) == (1, 0)
 
 
@@ -137,7 +137,7 @@ async def test_capacity_follows_the_replicas() -> None:
     assert turns() == [True] * 4 + [False] * 2
     queue.set_capacity(0)
     for ticket in tickets[:4]:
-        ticket.release()
+        ticket.close()
     assert (queue.ongoing, turns()[4:]) == (0, [False] * 2)
     queue.set_capacity(1)
     assert turns()[4:] == [True, False]
@@ -155,7 +155,7 @@ async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
         with pytest.raises(OverloadedError) as refused:
             async with newest:
                 pass
-        newest.release()
+        newest.close()
         assert refused.value.code == "queue_share"
         assert refused.value.retry_after_s is not None
     order: list[Ticket] = []
@@ -164,7 +164,7 @@ async def test_a_full_queue_takes_those_who_have_less_of_it() -> None:
         [turn] = [ticket for ticket in waiting if ticket.turn.done()]
         waiting.remove(turn)
         order.append(turn)
-        turn.release()
+        turn.close()
     assert order == [greedy[0], greedy[1], modest[0], greedy[2], modest[1]]
     assert (queue.ongoing, queue.queued) == (0, 0)
 
@@ -174,7 +174,7 @@ async def test_priority_counts_only_where_the_operator_says_so() -> None:
         queue = AsyncAdmissionQueue(max_ongoing=1, max_queued=2, by_priority=by_priority)
         [running], [low] = queue.reserve(), queue.reserve(caller=caller("a", priority=5))
         [high] = queue.reserve(caller=caller("a", priority=-5))
-        running.release()
+        running.close()
         assert (high.turn.done(), low.turn.done()) == (by_priority, not by_priority)
 
 
@@ -199,7 +199,7 @@ class Plan:
 
     def leave(self, which: int) -> None:
         if self.held:
-            self.held.pop(which % len(self.held)).release()
+            self.held.pop(which % len(self.held)).close()
 
     def check(self) -> None:
         queue = self.queue
@@ -241,7 +241,7 @@ def test_no_place_is_lost_or_idle_whoever_leaves_when(
             plan.check()
         plan.queue.set_capacity(1)
         for ticket in plan.held:
-            ticket.release()
+            ticket.close()
         assert (plan.queue.ongoing, plan.queue.queued) == (0, 0)
         plan.clock.now += 1e6
         [ticket] = plan.queue.reserve()

@@ -24,7 +24,7 @@ FAR = 60.0
 
 
 class Server:
-    """One place at the engine, one in the queue."""
+    """One slot in the engine, one entry in the queue."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.service = ScriptedService(tokenizer, hold=asyncio.Event())

@@ -35,8 +35,8 @@ TENANTS = (
     Tenant(name="limited", weight=4, tokens_per_minute=LIMIT),
 )
 RATES = {"light": 1.2, "heavy": 1.8, "limited": 1.8}
-"""Requests a second; those of the first two alone are more than the places can serve."""
-PLACES, QUEUED, STEP_S = 8, 24, 0.4
+"""Requests a second; the first two keys alone send more than the slots can serve."""
+SLOTS, QUEUED, STEP_S = 8, 24, 0.4
 SECONDS = 3 * 61
 START = 1_790_000_000.0
 
@@ -108,7 +108,7 @@ async def offer(tokenizer: Tokenizer, folder: Path) -> tuple[Load, Accounts]:
     accounts = Accounts(
         Ledger(folder, lambda: START + loop.time()), clock=loop.time, wall_clock=lambda: START + loop.time()
     )
-    queue = AsyncAdmissionQueue(PLACES, QUEUED, clock=loop.time)
+    queue = AsyncAdmissionQueue(SLOTS, QUEUED, clock=loop.time)
     ring = KeyRing({hash_key(tenant.name): tenant for tenant in TENANTS})
     app = create_app(
         TimedService(tokenizer), queue, make_limits(), Recorder(), access=Access(lambda: ring), accounts=accounts

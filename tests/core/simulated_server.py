@@ -22,13 +22,13 @@ class _Request(Entry):
 
 @dataclass
 class SimulatedServer:
-    """`places` servers with exponential service times; Poisson arrivals of requests.
+    """`slots` servers with exponential service times; Poisson arrivals of requests.
 
     A part of the refused clients comes back after `Retry-After` and up to `late_s` more, until it
     is admitted.
     """
 
-    places: int
+    slots: int
     max_queued: int
     service_s: float
     seed: int = 0
@@ -36,21 +36,21 @@ class SimulatedServer:
     return_part: float = 1.0
     now: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
-    told_s: list[float] = field(default_factory=list)
+    retry_after_s: list[float] = field(default_factory=list)
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ended: Counter[str] = field(default_factory=Counter)
-    idle_place_s: float = 0.0
+    idle_slot_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.queue: AdmissionQueue[_Request] = AdmissionQueue(self.places, self.max_queued)
+        self.queue: AdmissionQueue[_Request] = AdmissionQueue(self.slots, self.max_queued)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
     @property
     def capacity(self) -> float:
         """Sequences per second."""
-        return self.places / self.service_s
+        return self.slots / self.service_s
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._order), event))
@@ -80,10 +80,10 @@ class SimulatedServer:
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:
             time, _, event = heapq.heappop(self._events)
-            self.idle_place_s += max(self.places - self.queue.ongoing, 0) * (time - self.now)
+            self.idle_slot_s += max(self.slots - self.queue.ongoing, 0) * (time - self.now)
             self.now = time
             event()
-            assert not (self.queue.queued and self.queue.ongoing < self.queue.max_ongoing), "a place idles"
+            assert not (self.queue.queued and self.queue.ongoing < self.queue.max_ongoing), "a slot idles"
         self.now = until
 
     def _admit(self) -> None:
@@ -100,7 +100,7 @@ class SimulatedServer:
         assert refusal.retry_after_s is not None
         client, cost = request.client[0], request.cost
         self.refused[client] += 1
-        self.told_s.append(refusal.retry_after_s)
+        self.retry_after_s.append(refusal.retry_after_s)
         if self.random.random() < self.return_part:
             late = self.random.uniform(0.01, self.late_s)
             self.at(self.now + refusal.retry_after_s + late, lambda: self.arrive(client, cost))

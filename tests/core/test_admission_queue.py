@@ -31,7 +31,7 @@ def refusal(queue: Queue, count: int = 1, cost: int = 1, client: str = "a", wait
 
 
 def busy_queue(max_ongoing: int, max_queued: int, seconds_each: float) -> Queue:
-    """With all places taken so far, up to time 0, for so long that the rate is known."""
+    """With all slots taken up to time 0, for so long that the rate is known."""
     queue: Queue = AdmissionQueue(max_ongoing, max_queued)
     now = -300 * seconds_each
     for _ in range(300):
@@ -84,9 +84,9 @@ def test_a_lent_place_is_anothers_until_it_is_taken_back() -> None:
     queue: Queue = AdmissionQueue(max_ongoing=2, max_queued=9)
     first, second = add(queue, cost=2), add(queue)
     assert (queue.ongoing, queue.queued) == (2, 1)
-    queue.lend(first)
+    queue.release(first)
     assert queue.admit(0.0) == [second]
-    queue.take_back(first)
+    queue.reclaim(first)
     third = add(queue)
     assert (queue.ongoing, queue.queued) == (3, 1)
     queue.end(first, 0.0)
@@ -105,7 +105,7 @@ def test_the_newest_of_the_longest_line_gives_way() -> None:
 
 
 def test_what_cannot_be_in_time_is_refused_at_once() -> None:
-    # two places: one turn every two seconds
+    # two slots: one turn every two seconds
     queue = busy_queue(max_ongoing=2, max_queued=100, seconds_each=4.0)
     add(queue, 2 + 10)
     refused = refusal(queue, wait=19)

@@ -9,23 +9,23 @@ def test_the_rate_counts_only_while_every_place_is_taken() -> None:
     rate = ServiceRate()
     rate.taken(0, 0.0)
     rate.ended(1, 500.0)
-    assert (rate.per_place(500.0), rate.known) == (1.0, False)
+    assert (rate.per_slot(500.0), rate.known) == (1.0, False)
     rate.taken(4, 1000.0)
     for second in range(1, 500):
         rate.ended(2, 1000.0 + second)
     assert rate.known
-    assert rate.per_place(1499.0) == pytest.approx(0.5, rel=0.02)  # two a second from four places
+    assert rate.per_slot(1499.0) == pytest.approx(0.5, rel=0.02)  # two a second from four slots
     rate.taken(0, 1499.0)
-    assert rate.per_place(9999.0) == rate.per_place(1499.0)
+    assert rate.per_slot(9999.0) == rate.per_slot(1499.0)
     rate.taken(4, 9999.0)
-    assert rate.per_place(10999.0) < 0.25, "nothing ends any more"
+    assert rate.per_slot(10999.0) < 0.25, "nothing ends any more"
 
 
 def test_before_anything_has_ended_the_running_ones_are_taken_to_be_half_done() -> None:
     rate = ServiceRate()
     rate.taken(10, 0.0)
-    assert rate.per_place(0.0) == 1.0
-    assert rate.per_place(50.0) == pytest.approx(1 / 100, rel=0.02)
+    assert rate.per_slot(0.0) == 1.0
+    assert rate.per_slot(50.0) == pytest.approx(1 / 100, rel=0.02)
 
 
 @pytest.mark.parametrize(("estimate", "low", "high"), [(20.0, 16, 24), (0.1, 1, 1), (1e5, 40, 60), (math.inf, 40, 60)])

@@ -147,7 +147,7 @@ async def test_outputs_wait_no_longer_than_they_may(tiny_llama: PagedModel, choi
 
 
 async def test_cancelled_at_any_time_leaks_nothing(tiny_engine: StreamEngine) -> None:
-    """More requests than seats, so that some are cancelled while they wait, some in prefill, some
+    """More requests than slots, so that some are cancelled while they wait, some in prefill, some
     in decode."""
     rng = random.Random(4)
 
@@ -166,7 +166,7 @@ async def test_cancelled_at_any_time_leaks_nothing(tiny_engine: StreamEngine) ->
     stats = await settled(tiny_engine)
     assert stats.blocks_used == 0
     assert not tiny_engine._streams
-    assert not tiny_engine._seated
+    assert not tiny_engine._in_core
     assert len(tokens(await collect(tiny_engine, make_request("after")))) == 8
 
 
@@ -198,7 +198,7 @@ async def test_aborted_while_its_grammar_is_built_it_never_enters_the_engine(
     assert len(tokens(await collect(tiny_engine, make_request("other")))) == 8
     await settled(tiny_engine)
     assert not tiny_engine._streams
-    assert not tiny_engine._seated
+    assert not tiny_engine._in_core
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no text matches"), ZeroDivisionError("secret")])

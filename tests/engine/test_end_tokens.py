@@ -151,8 +151,8 @@ async def test_without_any_end_constrained_requests_are_refused_by_name(tmp_path
         ):
             refused = await http.post("/v1/chat/completions", json=chat | field)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "grammar_unsupported")
-            assert "no token that ends a text" in refused.json()["error"]["message"]
-    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="no token that ends a text"):
+            assert "nor its tokenizer defines an end token" in refused.json()["error"]["message"]
+    with open_llm(folder) as llm, pytest.raises(InvalidRequestError, match="nor its tokenizer defines an end token"):
         llm.odds("Well?", ["yes", "no"])
 
 
@@ -175,7 +175,7 @@ async def test_an_added_token_beyond_the_logits_is_refused_where_it_is_used(tmp_
         body |= {"structured_outputs": {"choice": ["<image_soft_token>"]}, "max_tokens": 32}
         answered = await http.post("/v1/chat/completions", json=body)
         assert answered.json()["choices"][0]["message"]["content"] == "<image_soft_token>"
-    with pytest.raises(ConfigError, match="the tokenizer has 49152 ids, but the logits have 49151"):
+    with pytest.raises(ConfigError, match="the tokenizer has 49152 ids, but the model has only 49151 logits"):
         load_tokenizer(str(folder)).check_fits(WIDTH - 1)
 
 

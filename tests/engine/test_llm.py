@@ -101,7 +101,7 @@ def test_text_is_what_a_server_shows(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_wider_than_the_logits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model: the tokenizer has 291 ids, but the logits have 290"):
+    with pytest.raises(ConfigError, match="model: the tokenizer has 291 ids, but the model has only 290 logits"):
         LLM(str(folder(tmp_path, 290)), kv_cache_gib=0.01)
 
 

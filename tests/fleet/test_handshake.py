@@ -46,7 +46,7 @@ async def hung_up(reader: asyncio.StreamReader) -> bytes:
     ],
     ids=["long", "a key", "no nonce", "two words", "endless", "a message", "a browser"],
 )
-async def test_strangers_are_hung_up_on_and_change_nothing(
+async def test_unauthenticated_peers_are_disconnected_and_change_nothing(
     replica: Replica, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     ingress = await Ingress.open(replica)
@@ -56,7 +56,7 @@ async def test_strangers_are_hung_up_on_and_change_nothing(
         assert await hung_up(reader) == b""
         writer.close()
     (line,) = caplog.messages
-    assert line.endswith("does not use the link protocol: hung up")
+    assert line.endswith("does not use the link protocol; connection closed")
     await ingress.start(replica, "a.1")
     replica.say("a.1", 0)
     await until(lambda: ingress.received() == {"a.1": [item(0)]})
@@ -93,7 +93,7 @@ async def test_a_proof_by_another_key_opens_nothing(replica: Replica, caplog: py
     assert await hung_up(reader) == b""
     writer.close()
     (line,) = caplog.messages
-    assert line.endswith("does not have the link's key: hung up")
+    assert line.endswith("does not have the link's key; connection closed")
     assert not replica.server.ends
 
 
@@ -102,7 +102,7 @@ async def test_an_ingress_sends_nothing_to_a_replica_that_does_not_know_the_key(
 ) -> None:
     ingress = await Ingress.to(replica, key="another key")
     assert await asyncio.wait_for(ingress.link.lost, 20) is LossReason.INCOMPATIBLE
-    assert caplog.messages == [f"the replica at {replica.address} does not have the link's key: it gets no requests"]
+    assert caplog.messages == [f"the replica at {replica.address} does not have the link's key; it gets no requests"]
     assert not ingress.heard
 
 
@@ -170,7 +170,7 @@ async def test_thousands_who_say_nothing_keep_no_ingress_out_and_no_replica_from
     async def come(number: int) -> None:
         for _ in range(number):
             silent.append(await replica.connect())
-            if len(silent) > 2 * link_module.MAX_STRANGERS:
+            if len(silent) > 2 * link_module.MAX_UNAUTHENTICATED:
                 reader, writer = silent.pop(0)
                 assert await hung_up(reader) == b""
                 writer.close()
@@ -194,7 +194,7 @@ async def test_an_ingress_of_another_version_is_told_ours_and_hung_up_on(
     writer.write(f"serve-app-link/{version} {replica.server.key}\n".encode())
     assert await hung_up(reader) == NAME + b"\n"
     speaks = f"uses version {version} of the link protocol, this end uses version {VERSION}"
-    assert caplog.messages == [f"what has connected from {host}:{port} {speaks}: hung up"]
+    assert caplog.messages == [f"the peer at {host}:{port} {speaks}; connection closed"]
     writer.close()
 
 
@@ -224,7 +224,7 @@ async def test_a_replica_that_is_none_of_ours_is_lost_in_one_line(
         ingress = Ingress("key")
         await ingress.connect(address)
         assert await asyncio.wait_for(ingress.link.lost, 20) is LossReason.INCOMPATIBLE
-    assert caplog.messages == [f"the replica at {address} {does}: it gets no requests"]
+    assert caplog.messages == [f"the replica at {address} {does}; it gets no requests"]
 
 
 async def test_both_ends_agree_in_three_lines() -> None:

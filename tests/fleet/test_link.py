@@ -232,7 +232,7 @@ async def test_a_malformed_frame_ends_the_link_in_one_line(caplog: pytest.LogCap
         await ingress.connect(address)
         assert await asyncio.wait_for(ingress.link.lost, 20) is LossReason.UNAVAILABLE
     (line,) = caplog.messages
-    assert line.startswith(f"the replica at {address} sent what is no frame of the link (")
+    assert line.startswith(f"the replica at {address} sent an invalid frame (")
     assert errors == []
 
 

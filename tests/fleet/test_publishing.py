@@ -191,6 +191,6 @@ def test_each_stream_gets_what_its_own_queue_would_hold(script: list[tuple[Any, 
             ingress.link.close()
         replica.server.close()
         await engine.shutdown()
-        assert not engine._seated
+        assert not engine._in_core
 
     asyncio.run(run())

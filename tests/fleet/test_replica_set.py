@@ -20,7 +20,7 @@ def replicas() -> ReplicaSet:
 
 
 def attempt(replicas: ReplicaSet, reserved: str | None = None, revision: str | None = None) -> Attempt:
-    """One that waits for a place."""
+    """Return an attempt that waits for a slot."""
     replica = None if reserved is None else replicas.get(reserved)
     request = EngineRequest("r", (1, 2), SamplingParams())
     waiting = Attempt("r.1", request, since=0.0, deadline=1e9, reserved=replica, revision=revision)

@@ -7,7 +7,7 @@ import pytest
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import FinishReason, TokenDelta
 from serve_app.core.sampling_params import SamplingParams
-from serve_app.fleet.resume_state import OutOfPlaceError, ResumeState
+from serve_app.fleet.resume_state import ResumeState, TokenGapError
 
 
 def delta(choice: int, offset: int, *token_ids: int, **more: Any) -> TokenDelta:
@@ -20,7 +20,7 @@ def test_outputs_of_which_a_part_is_out_of_place_are_not_recorded() -> None:
     assert state.accept([delta(0, 0, 7, 8), delta(0, 2, 9), delta(1, 0, 5)])
     last = delta(0, 4, finish_reason=FinishReason.LENGTH, num_cached_tokens=0)
     for misplaced in (delta(1, 2, 6), delta(0, 3, 6)):
-        with pytest.raises(OutOfPlaceError):
+        with pytest.raises(TokenGapError):
             state.accept([delta(0, 3, 4), last, misplaced])
     again = state.next_attempt()
     assert again.prior_output_ids == ((7, 8, 9), (5,))

@@ -111,8 +111,8 @@ class Fleet:
     def load(self) -> WireLoad:
         return pack_load(self.engine.stats(), 1, None)
 
-    def places(self) -> list[str]:
-        """Where the running attempts are."""
+    def hosts(self) -> list[str]:
+        """The replicas of the running attempts."""
         return [a.replica.replica_id for a in self.replicas.attempts() if a.replica is not None]
 
     def unsent(self) -> list[Attempt]:
@@ -151,7 +151,7 @@ async def fleet(tiny_engine: StreamEngine) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def small_engines() -> AsyncIterator[list[StreamEngine]]:
-    """Two with three places each, one of them without a slot."""
+    """Two engines with two slots and one queue entry each."""
     config = EngineConfig(max_num_seqs=2, max_num_waiting=1, max_num_batched_tokens=64, kv_cache_gib=0.1)
 
     def build() -> EngineCore:
@@ -199,10 +199,10 @@ async def test_a_shared_prefix_goes_to_one_replica_and_the_accounts_know_it(flee
     await fleet.add("a", "b")
     fleet.frozen = True
     first = asyncio.create_task(tokens(fleet))
-    await until(lambda: bool(fleet.places()))
+    await until(lambda: bool(fleet.hosts()))
     second = asyncio.create_task(tokens(fleet))
-    await until(lambda: len(fleet.places()) == 2)
-    assert len(set(fleet.places())) == 1
+    await until(lambda: len(fleet.hosts()) == 2)
+    assert len(set(fleet.hosts())) == 1
     assert sorted(fleet.sequences().values()) == [0, 2]
     for task in (first, second):
         task.cancel()
@@ -216,8 +216,8 @@ async def test_those_who_wait_are_spread_whoever_is_heard_first(fleet: Fleet) ->
     waiting = [asyncio.create_task(tokens(fleet, number)) for number in range(16)]
     await asyncio.sleep(0.01)
     await fleet.add("a", "b")
-    await until(lambda: len(fleet.places()) == 16)
-    assert Counter(fleet.places()) == {"a": 8, "b": 8}
+    await until(lambda: len(fleet.hosts()) == 16)
+    assert Counter(fleet.hosts()) == {"a": 8, "b": 8}
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -348,7 +348,7 @@ async def test_who_waits_for_room_is_not_overtaken_by_who_could_use_it(fleet: Fl
     fleet.frozen = True
     await fleet.add("a")
     running = [asyncio.create_task(tokens(fleet, number)) for number in range(8)]
-    await until(lambda: len(fleet.places()) == 8)
+    await until(lambda: len(fleet.hosts()) == 8)
     moved = Attempt("moved", REQUEST, since=0.0, deadline=1e9, needs_slot=True)
     fleet.transport.start(moved)
     late = asyncio.create_task(tokens(fleet, 9))
@@ -401,8 +401,8 @@ async def test_those_whom_a_dead_replica_leaves_get_the_others_room_in_order(
     for name, engine in zip("ab", small_engines, strict=True):
         await fleet.add(name, engine=engine)
     tasks = [asyncio.create_task(tokens(fleet, number)) for number in range(10, 16)]
-    await until(lambda: len(fleet.places()) == 6)
-    assert Counter(fleet.places()) == {"a": 3, "b": 3}
+    await until(lambda: len(fleet.hosts()) == 6)
+    assert Counter(fleet.hosts()) == {"a": 3, "b": 3}
     await until(lambda: not fleet.unsent())
     lengths = {len(a.request.prompt_token_ids): a.replica for a in fleet.replicas.attempts()}
     lost = sorted(length for length, replica in lengths.items() if replica is fleet.replicas.get("a"))
@@ -468,15 +468,15 @@ async def test_what_is_let_go_while_its_link_opens_is_forgotten(fleet: Fleet) ->
     assert fleet.sequences() == {"a": 0}
 
 
-class Place:
+class Slots:
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
-    def lend(self) -> None:
-        self.told.append("lent")
+    def release(self) -> None:
+        self.calls.append("release")
 
-    def take_back(self) -> None:
-        self.told.append("taken back")
+    def reclaim(self) -> None:
+        self.calls.append("reclaim")
 
 
 async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with_its_reader(fleet: Fleet) -> None:
@@ -506,11 +506,11 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     (whole,) = await told(fleet.failover, subject)
     fleet.failover.unread = unread = UnreadBytes(max_stream_bytes=20_000)
     num_items = 0
-    place = Place()
-    stream = fleet.failover.generate(subject, deadline=1e9, place=place)
+    slots = Slots()
+    stream = fleet.failover.generate(subject, deadline=1e9, slots=slots)
     deltas = await anext(stream)
     await until(lambda: fleet.in_flight() == {"a": 0} and not server.attempts)
-    assert place.told == ["lent"]
+    assert slots.calls == ["release"]
     assert num_items < 65
     assert 20_000 < unread.held < 40_000
     async for more in stream:
@@ -521,7 +521,7 @@ async def test_a_stream_that_is_not_read_is_computed_no_further_and_goes_on_with
     assert set(fleet.losses) == {LossReason.UNREAD}
     # The attempt that had the last token may have been one too much: nothing is to be continued
     # then.
-    told_in_turns = ["lent", "taken back"] * len(fleet.losses)
-    assert place.told in (told_in_turns, [*told_in_turns, "lent"])
+    in_turns = ["release", "reclaim"] * len(fleet.losses)
+    assert slots.calls in (in_turns, [*in_turns, "release"])
     assert unread.held == 0
     assert fleet.sequences() == {"a": 0}

@@ -114,7 +114,7 @@ def test_a_proxy_that_cannot_start_ends_the_server(started: Server) -> None:
     started.send(signal.SIGCONT)
     process.kill()
     assert started.wait_stopped() == (1, [])
-    assert "has taken no connection" in started.lines[-1]
+    assert "has accepted no connection" in started.lines[-1]
 
 
 @pytest.mark.cluster
@@ -184,4 +184,4 @@ def test_deleted_files_are_written_again(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"program": "two", "key": "secret"}
     assert [path.stat().st_mode & 0o777 for path in (program, key, folder)] == [0o700, 0o600, 0o700]
     kept.look()
-    assert said == [f"2 of this server's files in {folder} were deleted: written again"]
+    assert said == [f"2 of this server's files in {folder} were deleted and have been rewritten"]

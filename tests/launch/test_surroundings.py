@@ -32,7 +32,7 @@ def refusal(folder: Path, environment: dict[str, str], shell: str = "") -> str:
 
 def test_too_few_open_files(tmp_path: Path) -> None:
     line = refusal(tmp_path, {}, "ulimit -n 256;")
-    assert line == "serve-app: at most 256 files may be open, and 1024 are needed: raise `ulimit -n`"
+    assert line == "serve-app: at most 256 files may be open, but 1024 are needed: raise `ulimit -n`"
 
 
 @pytest.mark.parametrize("home", ["/dev/null", "/proc/none"])
@@ -56,9 +56,9 @@ def test_a_temporary_folder_that_is_missing_or_too_long_for_sockets(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("_MIN_FREE_BYTES", 2**60, "MiB are free, and Ray needs"),
-        ("_SHARED_MEMORY", Path("/no/such"), "/no/such is missing, and Ray needs it"),
-        ("_PIDS", "pids", "at most 100 threads may run, and 1024 are needed"),
+        ("_MIN_FREE_BYTES", 2**60, "MiB are free, but Ray needs"),
+        ("_SHARED_MEMORY", Path("/no/such"), "/no/such is missing, but Ray needs it"),
+        ("_PIDS", "pids", "at most 100 threads may run, but 1024 are needed"),
     ],
 )
 def test_a_full_disk_no_shared_memory_and_few_processes(

@@ -173,10 +173,10 @@ def test_a_pair_that_does_not_fit_changes_nothing(proxy: tuple[Proxy, WatchedKey
     write_certificate(pair.certificate, running.folder / "other.key")
     assert watched.look() is None, "the key may be about to follow"
     told = watched.look() or ""
-    assert "cannot be used: KEY_VALUES_MISMATCH; the certificate before stays in force" in told
+    assert "cannot be used: KEY_VALUES_MISMATCH; the previous certificate stays in use" in told
     assert watched.look() is None
     pair.key.unlink()
-    assert "No such file or directory; the certificate before stays" in said(watched)
+    assert "No such file or directory; the previous certificate stays" in said(watched)
     copy = (running.folder / "tls.pem").read_text()
     assert all(block.decode().split()[2] in copy for block in good.values())
     for path, content in good.items():
@@ -187,7 +187,7 @@ def test_a_pair_that_does_not_fit_changes_nothing(proxy: tuple[Proxy, WatchedKey
 def test_a_haproxy_that_is_gone_is_told_of(pair: KeyPair, short_folder: Path) -> None:
     watched = WatchedKeyPair(pair, short_folder)
     write_certificate(pair.certificate, pair.key)
-    assert "the certificate before stays in force" in said(watched)
+    assert "the previous certificate stays in use" in said(watched)
 
 
 def test_a_haproxy_that_was_away_gets_the_new_certificate(pair: KeyPair, short_folder: Path, behind: int) -> None:
@@ -197,7 +197,7 @@ def test_a_haproxy_that_was_away_gets_the_new_certificate(pair: KeyPair, short_f
         address = short_folder / "node" / HAPROXY_SOCKET
         hidden = address.rename(short_folder / "hidden")
         write_certificate(pair.certificate, pair.key)
-        assert "HAProxy does not run; the certificate before stays in force" in said(watched)
+        assert "HAProxy does not run; the previous certificate stays in use" in said(watched)
         assert said(watched) == "", "reported once"
         hidden.rename(address)
         assert "was read again" in (watched.look() or "")
@@ -222,7 +222,7 @@ def test_files_that_never_end_are_refused(pair: KeyPair, short_folder: Path, tmp
             WatchedKeyPair(KeyPair(pair.certificate, path), short_folder)
         pair.key.unlink()
         pair.key.symlink_to(path)
-        assert "is not a regular file; the certificate before stays in force" in said(watched)
+        assert "is not a regular file; the previous certificate stays in use" in said(watched)
     with pytest.raises(ConfigError, match="cannot be used"):
         WatchedKeyPair(KeyPair(Path("a\0b"), pair.key), short_folder)
     pair.key.unlink()

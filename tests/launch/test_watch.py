@@ -72,7 +72,7 @@ def test_the_kernels_killing_is_named(world: World) -> None:
     world.table = [replace(ENGINE, dead=True, cause=CAUSE)]
     world.vmstat.write_text("nr_free_pages 5\noom_kill 4\n")
     (told,) = world.look()
-    assert "for want of memory" in told
+    assert "the kernel's OOM killer killed" in told
 
 
 def test_who_was_told_to_end_has_not_died(world: World) -> None:
@@ -114,4 +114,4 @@ def test_a_port_that_stays_closed_ends_the_server(world: World, monkeypatch: pyt
     world.problem = refused
     lost = world.watch.look()
     assert lost is not None
-    assert lost.startswith("http://x has taken no connection for ")
+    assert lost.startswith("http://x has accepted no connection for ")

@@ -130,7 +130,7 @@ def test_two_hundred_cancelled_streams_give_everything_back(keyed: Keyed) -> Non
             wait_for(is_settled, "the end of all sequences, each token of them in the ledger")
     assert set(answers) == {"", "HTTP/1.1 200 OK\r"}
     assert len(keyed.lines("hasty")) >= 100
-    wait_for(is_idle, "places and blocks are free")
+    wait_for(is_idle, "slots and blocks are free")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])

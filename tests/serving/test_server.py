@@ -21,7 +21,7 @@ from tests.serving.conftest import QUEUED, SLOTS, WAITING, Server, wait_for
 
 pytestmark = pytest.mark.cluster
 
-PLACES = SLOTS + WAITING + QUEUED
+MAX_REQUESTS = SLOTS + WAITING + QUEUED
 NO_EOS: dict[str, Any] = {"ignore_eos": True}
 IDLE = {
     "serve_app_requests_running": 0.0,
@@ -129,7 +129,7 @@ async def test_64_streams_at_once_say_what_each_says_alone(server: Server) -> No
 
 
 async def test_clients_that_vanish_leave_nothing_behind(server: Server) -> None:
-    """Running and waiting ones alike: more leave than there are slots and places in the engine."""
+    """Running and waiting ones: more clients leave than the engine has slots and queue entries."""
     before = server.metrics()
     long = body(max_tokens=4000, temperature=1)  # what is drawn repeats nothing to be drafted
 
@@ -163,22 +163,22 @@ async def test_a_burst_of_short_requests_is_answered(server: Server) -> None:
     """Their calls end while the ingress is still busy making others."""
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
         url = f"{server.url}/v1/completions"
-        answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=1)) for _ in range(PLACES)))
+        answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=1)) for _ in range(MAX_REQUESTS)))
     assert [answer.text for answer in answers if answer.status_code != 200] == []
 
 
 async def test_beyond_its_queue_the_server_refuses_with_retry_after(server: Server) -> None:
     def all_there() -> bool:
-        return server.metrics()["serve_app_requests_active"] == PLACES
+        return server.metrics()["serve_app_requests_active"] == MAX_REQUESTS
 
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120) as http:
         url = f"{server.url}/v1/completions"
-        # Every place is taken for longer than the others need to ask: what is drawn repeats nothing
-        # to be drafted.
-        asks = (body(max_tokens=4000, temperature=1, seed=number) for number in range(PLACES))
+        # Every slot is taken for longer than the others need: sampled text has no repetitions to
+        # draft.
+        asks = (body(max_tokens=4000, temperature=1, seed=number) for number in range(MAX_REQUESTS))
         long = [asyncio.create_task(http.post(url, json=ask)) for ask in asks]
         try:
-            await asyncio.to_thread(wait_for, all_there, "every place is taken")
+            await asyncio.to_thread(wait_for, all_there, "every slot is taken")
             answers = await asyncio.gather(*(http.post(url, json=body(max_tokens=1)) for _ in range(20)))
             assert not any(post.done() for post in long)
         finally:

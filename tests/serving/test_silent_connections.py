@@ -18,7 +18,7 @@ from tests.serving.test_server import NO_EOS, body
 
 pytestmark = pytest.mark.cluster
 
-# More than Ray's places and its line together, so that without bounds nobody else gets a turn.
+# More than Ray runs and queues, so that without bounds no other client gets a turn.
 CONNECTIONS = 1800
 ELSEWHERE = "127.0.0.2"
 HEAD = (
@@ -105,13 +105,13 @@ UNREAD: dict[str, Any] = {
 }
 
 
-async def test_readers_of_nothing_leave_their_places_to_others(fast_path_server: Server) -> None:
-    """Four of them would have all places twice over."""
+async def test_readers_of_nothing_leave_their_slots_to_others(fast_path_server: Server) -> None:
+    """Four of them would take all slots twice over."""
     server = fast_path_server
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(4):
             session = await stack.enter_async_context(open_narrow_session())
-            async with asyncio.timeout(30):  # its first token comes once it has a place
+            async with asyncio.timeout(30):  # its first token comes once it has a slot
                 await stack.enter_async_context(session.post(f"{server.url}/v1/chat/completions", json=UNREAD))
         async with httpx.AsyncClient(timeout=30) as http:
             answer = await http.post(f"{server.url}/v1/completions", json=body())

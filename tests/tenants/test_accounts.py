@@ -66,7 +66,7 @@ def test_what_can_never_fit_is_the_requests_fault() -> None:
     with pytest.raises(InvalidRequestError, match="may use 101 tokens.*allows 100 per minute") as refusal:
         begun(accounts, tenant, 101)
     assert (refusal.value.param, refusal.value.code) == ("max_tokens", "request_exceeds_limit")
-    with pytest.raises(InvalidRequestError, match="are 4, but this API key allows 3 at once"):
+    with pytest.raises(InvalidRequestError, match="is 4, but this API key allows 3 at once"):
         accounts.open(tenant).begin(4)
 
 

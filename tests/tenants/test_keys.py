@@ -35,7 +35,7 @@ def test_an_entry_with_everything() -> None:
 def test_only_the_right_key_at_the_right_time_is_found() -> None:
     ring = parse_keys(f"a: {{sha256: {A}, expires: 2026-11-23T12:00:00}}")
     assert ring.find("key a", NOW.replace(hour=11)).name == "a"
-    with pytest.raises(AuthenticationError, match=r"has expired at 2026-11-23 12:00 UTC"):
+    with pytest.raises(AuthenticationError, match=r"expired at 2026-11-23 12:00 UTC"):
         ring.find("key a", NOW)
     for wrong in ("KEY A", "Key a", "key a ", "key", "", A, "\udcff"):
         with pytest.raises(AuthenticationError, match="unknown API key"):

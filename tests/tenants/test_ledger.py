@@ -323,7 +323,7 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
     os.close(reader)
     os.close(writer)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "the ledger cannot be put on the disk"
+        "the ledger cannot be synced to disk"
     ]
 
 

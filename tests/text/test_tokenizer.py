@@ -124,7 +124,7 @@ def test_ids_beyond_the_logits_are_refused_in_one_line(sentencepiece: Tokenizer)
     sentencepiece.check_fits(291)
     with pytest.raises(ConfigError) as caught:
         sentencepiece.check_fits(290)
-    assert str(caught.value) == "model: the tokenizer has 291 ids, but the logits have 290"
+    assert str(caught.value) == "model: the tokenizer has 291 ids, but the model has only 290 logits"
 
 
 def test_folders_without_what_is_needed_are_refused(tmp_path: Path) -> None:

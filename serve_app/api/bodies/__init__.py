@@ -1,1 +1,1 @@
-"""What requests say: their fields, and what each means. No route, no queue, no engine."""
+"""Request bodies: their fields and the meaning of each. No route, no queue, no engine."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count_tokens: the bodies and their translation to chat requests."""
+"""Bodies of POST /v1/messages and /v1/messages/count_tokens, and their translation to chat."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -21,12 +21,14 @@ _SAID_BY = {
     "system": ("text",),
 }
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""What one client puts in front of its system prompt, another with each request: no prefix would be
-found again."""
+"""A line that Claude Code puts in front of its system prompt.
+
+It differs in every request, so no request would find the prefix of an earlier one in the cache.
+"""
 
 
 def _check_blocks(value: object) -> object:
-    """One form for both: a list of blocks."""
+    """Return the content, a text or blocks, as a list of blocks."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     Block.check_types(value, "block")
@@ -70,8 +72,11 @@ class AnthropicMessage(Body):
                 raise unfit(f"content[{i}]", f"has type {block.type!r}, which is not allowed in role {self.role!r}")
         return self
 
-    def tell(self, conversation: Conversation) -> None:
-        """Add it to the conversation; texts between results of tools are messages of their own."""
+    def add_to(self, conversation: Conversation) -> None:
+        """Add the message to the conversation.
+
+        Texts between tool results become separate messages.
+        """
         texts = [] if self.content else [""]
         for block in (*self.content, None):
             if block is not None and block.type == "text":
@@ -100,7 +105,7 @@ class AnthropicTool(Body):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """Chat's form of it."""
+        """Return the tool in chat's form."""
         function = {"name": self.name, "description": self.description, "strict": self.strict}
         return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
@@ -112,7 +117,7 @@ _SkippedTool = Annotated[
 
 
 def _check_tool_types(value: object) -> object:
-    """Drop tools that are built into Anthropic's API; this server does not have them."""
+    """Return the tools, with None instead of those that only Anthropic's servers have."""
     if not isinstance(value, list):
         return value
     return [None if isinstance(tool, dict) and tool.get("type") not in (None, "custom") else tool for tool in value]
@@ -132,14 +137,14 @@ class AnthropicToolChoice(Body):
         return self
 
     def for_chat(self) -> Any:
-        """Chat's form of it."""
+        """Return the choice in chat's form."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class ThinkingConfig(Body):
-    """`thinking`. `adaptive` leaves it to the chat template, as does none at all."""
+    """`thinking`. With `adaptive` or without this field, the chat template decides."""
 
     ignores = ignored.THINKING
 
@@ -203,12 +208,12 @@ class CountTokensBody(TranslatedBody):
         return self
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The other fields of the chat request."""
+        """Return the chat request's fields besides the shared ones."""
         conversation = Conversation()
         if system := _BILLING.sub("", self.system or ""):
             conversation.say("system", system)
         for message in self.messages:
-            message.tell(conversation)
+            message.add_to(conversation)
         choice, thinking, output = self.tool_choice, self.thinking, self.output_config
         fields: dict[str, Any] = {
             "messages": conversation.messages,
@@ -238,6 +243,8 @@ class MessagesBody(CountTokensBody):
     """Stop strings."""
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The other fields of the chat request, but for `max_tokens`, which may be more than fit
-        here."""
+        """Return the chat request's fields besides the shared ones and `max_tokens`.
+
+        `max_tokens` may exceed the context, which chat refuses.
+        """
         return {**super().chat_fields(tokenizer), "stop": self.stop_sequences}

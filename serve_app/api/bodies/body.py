@@ -1,4 +1,4 @@
-"""What all request bodies and their parts share: strictness, and refusals that name the field."""
+"""Base classes of request bodies: strict types, and errors that name the field."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,22 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from serve_app.api.bodies.ignored import ANYTHING, Ignored, changes_nothing
 
 SHOWN = 64
-"""Characters of a client's text that an error repeats at most."""
+"""Maximum number of characters of a client's text in an error."""
 MAX_CONTAINERS = 32_768
-"""JSON objects and arrays of one body. The parser holds the interpreter until it is done: for 4 MiB
-of small objects ten times as long as for one text."""
+"""Maximum number of JSON objects and arrays in one body.
+
+The parser holds the GIL until it is done, for 4 MiB of small objects 10 times as long as for one
+text.
+"""
 
 _STRING_OR_OPENING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
 def has_too_many_containers(raw: bytes) -> bool:
-    """Whether a body, valid JSON or not, holds more than `MAX_CONTAINERS`. Others may run
-    meanwhile."""
+    """Whether a body, valid JSON or not, contains more than `MAX_CONTAINERS` objects and arrays.
+
+    Other threads may run between matches, but not while the parser runs.
+    """
     if raw.count(b"{") + raw.count(b"[") <= MAX_CONTAINERS:
         return False
     openings = (match for match in _STRING_OR_OPENING.finditer(raw) if match[0] in (b"{", b"["))
@@ -30,18 +35,18 @@ def has_too_many_containers(raw: bytes) -> bool:
 
 
 def refusal(message: str) -> PydanticCustomError:
-    """The error of a value that cannot be taken; `message` follows the field's name."""
+    """Return the error for an invalid value. `message` follows the field's name."""
     # Braces are the template syntax of pydantic's custom errors.
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
 def unfit(name: str, message: str) -> PydanticCustomError:
-    """The same for the field `name` of the object that is checked."""
+    """Return the error for field `name` of the object under validation."""
     return PydanticCustomError("unfit", "{message}", {"name": name, "message": message})
 
 
 def check_ignored(name: str, value: object, ignored: Ignored) -> None:
-    """Raise the refusal of a field that no model declares, unless it is null or changes nothing."""
+    """Raise an error for an undeclared field, unless it is null or has an ignored value."""
     if value is None:
         return
     if name not in ignored:
@@ -61,13 +66,12 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     ignores: ClassVar[Ignored] = {}
-    """Fields beside the declared ones that may be sent."""
+    """Undeclared fields that are accepted."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        # Done here and not with extra="forbid", which collects one error for each of a million
-        # fields.
+        # extra="forbid" would collect one error per unknown field, perhaps a million.
         if not isinstance(data, dict):
             return data
         known = {field.alias or name: field for name, field in cls.model_fields.items()}
@@ -79,19 +83,19 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        told = handler(core_schema)
-        schema = handler.resolve_ref_schema(told)
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
         declared = schema.setdefault("properties", {})
         schema["properties"] = {**ignored_schemas(cls.ignores), **declared}
         schema["additionalProperties"] = {"type": "null"}
-        return told
+        return reference
 
 
 class Variant(Body):
     """An object of one of several types."""
 
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """The types, and the fields that each must have."""
+    """The required fields of each type."""
 
     type: str
 
@@ -104,8 +108,10 @@ class Variant(Body):
 
     @classmethod
     def check_types(cls, value: object, noun: str) -> None:
-        """Raise the refusal of a list that holds an object of a type that is none of these; `noun`
-        is what it holds."""
+        """Raise an error if a list contains an object of an unknown type.
+
+        `noun`: what the error calls an item.
+        """
         for i, item in enumerate(value if isinstance(value, list) else ()):
             kind = item.get("type") if isinstance(item, dict) else None
             if isinstance(kind, str) and kind not in cls.needs:
@@ -113,7 +119,7 @@ class Variant(Body):
 
 
 def ignored_schemas(ignored: Ignored) -> dict[str, Any]:
-    """Of fields that are taken without effect, or refused."""
+    """Return the JSON schemas of ignored and refused fields."""
     schemas: dict[str, Any] = {}
     for name, harmless in ignored.items():
         if harmless is ANYTHING:
@@ -126,7 +132,7 @@ def ignored_schemas(ignored: Ignored) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Numbers as JSON means them: 16.0 is an integer, alone or in a list of ids."""
+    """Return `value` with floats like 16.0 as integers, alone or in a list, as in JSON schemas."""
     if type(value) is float and value.is_integer():
         return int(value)
     if type(value) is list and value and type(value[0]) is float:

@@ -1,5 +1,5 @@
-"""Types of bodies' fields that have several forms: what each takes, what it becomes, and how
-/openapi.json tells it."""
+"""Types of fields that accept several forms: validation, conversion and the schema in
+/openapi.json."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ MAX_STOP_CHARS = 256
 
 
 def at_most(count: int) -> BeforeValidator:
-    """A list that is longer is refused before anything in it is looked at."""
+    """Return a validator that refuses a longer list before its items are validated."""
 
     def check(value: object) -> object:
         if isinstance(value, list) and len(value) > count:
@@ -57,7 +57,7 @@ def _is_ids(value: object) -> bool:
 
 
 def _check_prompt(value: object) -> list[str] | list[list[int]]:
-    """One form for all four: a list of texts or a list of id lists."""
+    """Return the prompt, in any of four forms, as a list of texts or of lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:

@@ -1,9 +1,9 @@
-"""Fields that are accepted and ignored, because they change no answer of this server: one table for
-each kind of body.
+"""Fields that are accepted and ignored because they do not change answers. One table per kind of
+body.
 
-A name stands with the values that change nothing, or with `ANYTHING`; with no values (`NOTHING`) it
-is a field that is known and refused. Null is "not given", under any name. What would change the
-answer must not be here.
+A table maps a field's name to the values that are accepted: a tuple of values, `ANYTHING`, or
+`NOTHING` for a known field that is refused. Null means "not given" for every name. Fields that
+would change the answer do not belong here.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ Ignored: TypeAlias = Mapping[str, tuple[object, ...] | None]
 
 
 def changes_nothing(value: object, harmless: tuple[object, ...] | None) -> bool:
-    """Whether a field with this entry may hold `value`."""
-    # True equals 1 in Python, and means something else to a client.
+    """Whether a field with this entry may have this value."""
+    # True equals 1 in Python, but not in JSON.
     return harmless is ANYTHING or any(
         value == good and isinstance(value, bool) == isinstance(good, bool) for good in harmless
     )
 
 
 CLIENT: Ignored = {
-    # Names and notes of the client, and how a hosted service is to handle the request.
+    # The client's own names and notes, and settings of hosted services.
     "request_id": ANYTHING,
     "rid": ANYTHING,
     "metadata": ANYTHING,
@@ -40,7 +40,7 @@ CLIENT: Ignored = {
 }
 
 GENERATION: Ignored = {
-    # Samplers that are not here, switched off.
+    # Samplers that this server does not have: accepted when switched off.
     "length_penalty": (1,),
     "early_stopping": (False,),
     "use_beam_search": (False,),
@@ -58,7 +58,7 @@ GENERATION: Ignored = {
     "dynatemp_range": (0,),
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
-    # What is done here in any case.
+    # Accepted with the value that this server always uses.
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": ANYTHING,
     "detokenize": (True,),
@@ -81,7 +81,7 @@ CHAT: Ignored = {
     "include_reasoning": (True,),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
-    "prediction": ANYTHING,  # a guess that speeds up; the tokens stay the same
+    "prediction": ANYTHING,  # only affects speed
     "functions": ([],),
     "function_call": ("none", "auto"),
     "documents": ([],),
@@ -106,7 +106,7 @@ EMBEDDINGS: Ignored = {
 STREAM_OPTIONS: Ignored = {"include_obfuscation": (False,)}
 
 COMPANIONS: Ignored = {
-    # What other servers and gateways put beside the text that they answered, and clients send back.
+    # Other servers and gateways add these to their answers, and clients send them back.
     "reasoning_details": ANYTHING,
     "thinking_blocks": ANYTHING,
     "provider_specific_fields": ANYTHING,
@@ -126,7 +126,7 @@ MESSAGE: Ignored = {
     "metadata": ANYTHING,
     "annotations": ANYTHING,
     "cache_control": ANYTHING,
-    "parsed": ANYTHING,  # the content as an object, which SDKs put beside it
+    "parsed": ANYTHING,  # SDKs add the content as an object
     **COMPANIONS,
     "audio": NOTHING,
     "function_call": NOTHING,
@@ -227,7 +227,7 @@ ANTHROPIC_BLOCK: Ignored = {
     "caller": ANYTHING,
     "toolset_name": ANYTHING,
     "parsed_output": ANYTHING,
-    "is_error": ANYTHING,  # chat templates have no word for it; the result's text says so
+    "is_error": ANYTHING,  # chat templates do not support it; the result's text has the error
     **COMPANIONS,
 }
 

@@ -1,5 +1,5 @@
-"""The messages of a chat request: text, calls of tools and their results, reasoning that clients
-send back."""
+"""Messages of a chat request: text, tool calls and their results, and reasoning that clients send
+back."""
 
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
@@ -16,13 +16,13 @@ MAX_CALLS = 1024
 MAX_NAME = 256
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "refusal")
-"""Types of parts that are text. A refusal is an assistant's, in a field of that name."""
+"""Types of text parts. The assistant's refusals have their text in field `refusal`."""
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 def check_parts(value: object) -> object:
-    """Bound the parts of all messages together before any of them is looked at."""
+    """Raise an error if all messages together have too many parts. Checked before each part is."""
     if isinstance(value, list) and len(value) <= MAX_MESSAGES:
         contents = (message.get("content") for message in value if isinstance(message, dict))
         if sum(len(content) for content in contents if isinstance(content, list)) > MAX_CONTENT_PARTS:
@@ -31,9 +31,9 @@ def check_parts(value: object) -> object:
 
 
 def check_text(value: object, kinds: Collection[str] = TEXTS, *, replaces: bool = False) -> str | None:
-    """A text, or the text of parts of these kinds, joined by newlines; of no parts, an empty text.
+    """Return a text, or the text of a list of parts, joined by newlines.
 
-    replaces: a note stands in the place of a part of another kind.
+    Raises an error for parts that are not of these kinds; with `replaces`, a note replaces them.
     """
     if value is None or isinstance(value, str):
         return value
@@ -59,7 +59,7 @@ def _part_text(i: int, part: object, kinds: Collection[str], replaces: bool) -> 
 
 
 def text_schema(kinds: Collection[str] = TEXTS, *, replaces: bool = False) -> WithJsonSchema:
-    """What `check_text` takes."""
+    """Return the JSON schema of values that `check_text` accepts."""
     choices = [_part_schema([kind for kind in kinds if kind != "refusal"], "text")]
     if "refusal" in kinds:
         choices.append(_part_schema(["refusal"], "refusal"))
@@ -83,7 +83,7 @@ ARGUMENTS = WithJsonSchema(
 
 
 def check_arguments(value: object) -> dict[str, Any]:
-    """The object whose JSON text a client sends back, as far as it came."""
+    """Return a call's arguments, sent as an object or as JSON text, which may be incomplete."""
     if isinstance(value, str):
         return arguments_of(value)
     if not isinstance(value, dict):
@@ -123,16 +123,16 @@ class Message(Body):
     ignores = ignored.MESSAGE
 
     role: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
-    """Others than the usual ones are the chat template's."""
+    """Roles other than the usual ones must be known to the chat template."""
     content: Annotated[Any, AfterValidator(_check_content), text_schema(replaces=True)] = None
     refusal: str | None = None
-    """Text of the assistant, too."""
+    """Also text of the assistant."""
     name: Annotated[str | None, Field(max_length=512)] = None
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str | None, Field(max_length=MAX_NAME)] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another name of it."""
+    """Another name of `reasoning_content`."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -147,11 +147,11 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The message's text."""
         return "\n".join(filter(None, (self.content, self.refusal)))
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect; `developer` is the newer name of `system`."""
+        """Return the message in the form of chat templates. `developer` becomes `system`."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,

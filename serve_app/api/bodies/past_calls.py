@@ -1,5 +1,7 @@
-"""Arguments of calls that were made, as they come back: the JSON that a model wrote, which may be
-cut or broken."""
+"""Arguments of earlier tool calls, as clients send them back.
+
+They are JSON that a model wrote, so they may be incomplete or invalid.
+"""
 
 import json
 from typing import Any
@@ -12,11 +14,10 @@ _MOST_DEPTH = 64
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The object that `text` is, or that its beginning makes if it was cut; else an object that
-    holds the text.
+    """Return the object in `text` or in its valid beginning, else one that contains the text.
 
-    Nothing raises. The result can be written as JSON (but for NaN and infinity, which Python writes
-    too).
+    Never raises. The result can be written as JSON; NaN and infinity remain, which only Python
+    writes and reads.
     """
     for read in (json.loads, _beginning):
         try:
@@ -28,8 +29,10 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def as_object(value: dict[str, Any]) -> dict[str, Any]:
-    """An object that a client sent, if it can be written; else one that holds it as text. Raises
-    `ValueError`."""
+    """Return an object from a client, or one that contains it as text if it is nested too deeply.
+
+    Raises `ValueError` if it cannot be written as JSON.
+    """
     try:
         return _writable(value)
     except (ValueError, RecursionError):
@@ -37,8 +40,10 @@ def as_object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(text: str) -> str:
-    """`text` if it is an object that every client can read, else `arguments_of` it as JSON. Nothing
-    raises."""
+    """Return `text` if it is a JSON object that every client can read, else a repaired one.
+
+    Never raises.
+    """
     try:
         value = json.loads(text, parse_constant=_refuse)
         if _writable(value) is value and json.dumps(value, allow_nan=False):
@@ -56,8 +61,10 @@ def _beginning(text: str) -> Any:
 
 
 def _writable(value: Any) -> dict[str, Any]:
-    """The object `value` without half characters. Raises `ValueError` for what is none or nested
-    too deeply."""
+    """Return the object `value` without lone surrogates.
+
+    Raises `ValueError` for other types and for too deep nesting.
+    """
     if not isinstance(value, dict) or _depth(value) > _MOST_DEPTH:
         raise ValueError
     text = json.dumps(value, ensure_ascii=False)
@@ -67,7 +74,7 @@ def _writable(value: Any) -> dict[str, Any]:
 
 
 def _whole(text: str) -> str:
-    """`text` with U+FFFD in place of half characters."""
+    """Return `text` with U+FFFD instead of lone surrogates."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -1,5 +1,7 @@
-"""POST /v1/responses: the body and its translation to a chat request. It is stateless: `input` is
-the whole history."""
+"""Body of POST /v1/responses, and its translation to a chat request.
+
+The API is stateless here: `input` contains the whole history.
+"""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -30,7 +32,7 @@ _CONTENT_PARTS = (*_TEXT_PARTS, "reasoning_text")
 
 
 def _check_input(value: object) -> object:
-    """One form for both: a list of items."""
+    """Return the input, a text or items, as a list of items."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     InputItem.check_types(value, "item")
@@ -70,8 +72,8 @@ class InputItem(Variant):
         text_schema(_TEXT_PARTS, replaces=True),
     ] = None
 
-    def tell(self, conversation: Conversation) -> None:
-        """Add it to the conversation."""
+    def add_to(self, conversation: Conversation) -> None:
+        """Add the item to the conversation."""
         match self.type:
             case "message":
                 role = "system" if self.role == "developer" else self.role
@@ -101,14 +103,14 @@ _SkippedTool = Annotated[
 
 
 def _check_tool_types(value: object) -> object:
-    """Drop tools that OpenAI's servers run; this server does not have them."""
+    """Return the tools, with None instead of those that only OpenAI's servers have."""
     if not isinstance(value, list):
         return value
     return [None if isinstance(tool, dict) and tool.get("type") != "function" else tool for tool in value]
 
 
 def _tool_choice(value: Any) -> Any:
-    """Chat's form of it."""
+    """Return the choice in chat's form, or raise an error."""
     match value:
         case None | "none" | "auto" | "required":
             return value
@@ -145,7 +147,7 @@ def _check_tool_choice(value: Any) -> Any:
 
 
 class TextFormat(Body):
-    """How `text` is constrained. The schema is always enforced, `strict` or not."""
+    """`text.format`. The schema is always enforced, `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str | None, Field(max_length=64)] = None
@@ -224,7 +226,7 @@ class ResponsesBody(TranslatedBody):
 
     @property
     def format(self) -> TextFormat:
-        """How the text is constrained."""
+        """The text's format; `text` by default."""
         return (self.text and self.text.format) or TextFormat(type="text")
 
     @property
@@ -238,12 +240,12 @@ class ResponsesBody(TranslatedBody):
         return [tool for tool in self.tools or () if tool is not None]
 
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The other fields of the chat request."""
+        """Return the chat request's fields besides the shared ones."""
         conversation = Conversation()
         if self.instructions:
             conversation.say("system", self.instructions)
         for item in self.input:
-            item.tell(conversation)
+            item.add_to(conversation)
         effort = self.reasoning.effort if self.reasoning and knows_effort(tokenizer) else None
         schema = self.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
         return {

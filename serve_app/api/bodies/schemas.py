@@ -144,18 +144,18 @@ class SharedBody(SamplingFields):
     """Separates prefix caches, within those of the API key."""
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The given fields of `SamplingParams` that all endpoints treat alike."""
+        """Return the given fields of `SamplingParams` that all endpoints treat alike."""
         names = SamplingParams.client_fields()
         return {name: as_tuple(value) for name in names if (value := getattr(self, name)) is not None}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        told = super().__get_pydantic_json_schema__(core_schema, handler)
-        fields = handler.resolve_ref_schema(told)["properties"]
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
+        fields = handler.resolve_ref_schema(reference)["properties"]
         for name in RANGES.keys() & SharedBody.model_fields.keys():
             low, high = RANGES[name].low, RANGES[name].high
             fields[name] |= {"exclusiveMinimum" if RANGES[name].open_low else "minimum": low, "maximum": high}
-        return told
+        return reference
 
 
 class GenerationBody(SharedBody):
@@ -223,7 +223,7 @@ class GenerationBody(SharedBody):
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every chunk holds the usage so far."""
+        """Whether every chunk contains the usage so far."""
         options = self.stream_options
         return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
@@ -286,7 +286,7 @@ class ChatBody(GenerationBody):
 
     @property
     def ending(self) -> Ending:
-        """How the prompt ends."""
+        """The end of the prompt: an open answer, a message, or a message to continue."""
         if self.continue_final_message:
             return Ending.CONTINUED
         return Ending.MESSAGE if self.add_generation_prompt is False else Ending.ANSWER
@@ -343,13 +343,15 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Validate a JSON body. Raises `InvalidRequestError` that names the field and repeats nothing
-    of the body."""
+    """Return the body in `raw`, which is JSON.
+
+    Raises an `InvalidRequestError` that names the field. The error keeps no part of the body alive.
+    """
     return _or_raise(_read(kind, raw))
 
 
 def validate(kind: type[BodyT], data: dict[str, Any]) -> BodyT:
-    """Validate a body's fields. Raises `InvalidRequestError` as `parse_body` does."""
+    """Return the body with these fields. Raises `InvalidRequestError` like `parse_body`."""
     return _or_raise(_validated(kind, data))
 
 
@@ -374,11 +376,11 @@ def _validated(kind: type[BodyT], data: dict[str, Any]) -> BodyT | InvalidReques
 
 
 def _or_raise(result: BodyT | InvalidRequestError) -> BodyT:
-    """A raised error holds the frames it went through: only here, where nothing is left of what was
-    parsed.
+    """Return the result, or raise it if it is an error.
 
-    Of 4 MiB of JSON that may be 40 MiB, and many such errors may wait until the event loop answers
-    them.
+    An error keeps the frames alive through which it was raised. It is raised here because no frame
+    from here on refers to parsed data, which may be 40 MiB for 4 MiB of JSON. Many such errors may
+    wait until the event loop answers them.
     """
     try:
         if isinstance(result, InvalidRequestError):
@@ -402,7 +404,7 @@ def _explain(error: ValidationError) -> InvalidRequestError:
 
 
 def _plain(message: str) -> str:
-    """Pydantic's sentence, bent to follow the field's name."""
+    """Return pydantic's message, changed to follow the field's name."""
     for old, new in (("Input should be ", "must be "), ("List should ", "must "), ("String should ", "must ")):
         if message.startswith(old):
             return new + message.removeprefix(old)

@@ -1,5 +1,4 @@
-"""What a chat request asks of the model's chat template beside its messages: tools, and variables
-of its own."""
+"""Inputs of the chat template besides messages: tools and template variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class CallableTools:
-    """The tools that an answer may call. parameters: JSON schemas by name."""
+    """The tools that an answer may call. `parameters`: JSON schemas by name."""
 
     calls: Calls
     parameters: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(cls, body: ChatBody, tokenizer: Tokenizer) -> Self | None:
-        """None if the answer may call nothing. Raises `InvalidRequestError`."""
+        """Return the callable tools; None if there are none. Raises `InvalidRequestError`."""
         names, required = allowed_names(body.tools, body.tool_choice)
         if not names:
             return None
@@ -47,20 +46,20 @@ class CallableTools:
 
 
 def _enforced(function: FunctionDefinition) -> dict[str, Any]:
-    """The schema of arguments: those of an object; without one, of an empty object."""
+    """Return the schema to enforce. A function without `parameters` takes an empty object."""
     schema = function.parameters or {"properties": {}, "additionalProperties": False}
     return {"type": "object", **schema}
 
 
 def knows_effort(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template can be told how much to reason."""
+    """Whether the chat template supports a reasoning effort."""
     return not tokenizer.template_variables.isdisjoint(("reasoning_effort", *_THINKING_SWITCHES))
 
 
 def template_variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The template's variables that `chat_template_kwargs` and `reasoning_effort` set.
+    """Return the template variables from `chat_template_kwargs` and `reasoning_effort`.
 
-    Raises `InvalidRequestError` for those that the template does not know.
+    Raises `InvalidRequestError` for variables that the template does not have.
     """
     if body.thinking_token_budget is not None and tokenizer.reasoning is None:
         raise InvalidRequestError(

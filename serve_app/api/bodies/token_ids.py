@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the bodies."""
+"""Bodies of POST /tokenize and /detokenize."""
 
 from typing import Annotated, Any, Self
 
@@ -12,7 +12,7 @@ from serve_app.api.bodies.tools import Tool, ToolChoice
 
 
 def _checked_by_chat(kind: Any) -> BeforeValidator:
-    """Of a field that is looked at in the chat that it makes: what /openapi.json says of it."""
+    """Return the annotation of a field that `to_chat` validates, with type `kind` in openapi."""
     return BeforeValidator(lambda value: value, json_schema_input_type=kind)
 
 
@@ -59,7 +59,7 @@ class TokenizeBody(Body):
         return self
 
     def to_chat(self) -> ChatBody | None:
-        """The chat whose prompt is asked for. Raises `InvalidRequestError`."""
+        """Return the chat request to tokenize; None for a text. Raises `InvalidRequestError`."""
         if self.messages is None:
             return None
         return validate(ChatBody, {name: getattr(self, name) for name in ("model", "messages", *_CHAT_PROMPT)})

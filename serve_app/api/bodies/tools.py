@@ -1,4 +1,4 @@
-"""The tools of a chat request: what may be called, and whether it must be."""
+"""The tools of a chat request and its `tool_choice`."""
 
 import json
 from typing import Annotated, Any, Literal, cast
@@ -17,8 +17,10 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(Body):
-    """A function by name, with the JSON schema of its arguments. `strict`: the schema is always
-    enforced."""
+    """A function with the JSON schema of its arguments.
+
+    `strict`: the arguments follow the schema. Those of required calls always do.
+    """
 
     name: ToolName
     description: str | None = None
@@ -35,14 +37,14 @@ class Tool(Body):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect."""
+        """Return the tool in the form of chat templates."""
         function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 class FunctionName(Body):
-    """A function that `tools` holds."""
+    """The name of a function in `tools`."""
 
     name: str
 
@@ -55,7 +57,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """Those of `tools` that may be called, or must be."""
+    """A subset of `tools` that the model may call (`auto`) or must call (`required`)."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -72,7 +74,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoic
 
 
 def check_tool_choice(value: Any) -> ToolChoice:
-    """OpenAI's `tool_choice` in one of its forms."""
+    """Return a `tool_choice` of any of OpenAI's forms, or raise an error."""
     kind = value.get("type") if isinstance(value, dict) else value
     try:
         match kind:
@@ -91,7 +93,7 @@ def check_tool_choice(value: Any) -> ToolChoice:
 
 
 def check_tools(tools: list[Tool] | None) -> list[Tool] | None:
-    """Bound their number and size, and refuse two of one name."""
+    """Raise an error for too many or too large tools, or two tools with one name."""
     if not tools:
         return None
     if len(tools) > MAX_TOOLS:
@@ -106,8 +108,10 @@ def check_tools(tools: list[Tool] | None) -> list[Tool] | None:
 
 
 def allowed_names(tools: list[Tool] | None, choice: ToolChoice) -> tuple[list[str], bool]:
-    """(names of the tools that may be called, whether one must be). Raises `InvalidRequestError`
-    for unknown names."""
+    """Return the names of the tools that may be called, and whether a call is required.
+
+    Raises `InvalidRequestError` for unknown names.
+    """
     names = [tool.function.name for tool in tools or ()]
     if choice == "none" or not names:
         return [], False

@@ -1,7 +1,7 @@
-"""Requests of other APIs in chat's words, so that all that follows is the same code: template,
-tools, grammar, limits.
+"""Translates requests of other APIs to chat requests.
 
-An endpoint adds its body, which says what it means as a chat request, and its wire.
+So template, tools, grammar and limits have one implementation. An endpoint adds a body with its
+`chat_fields`, and a wire format for the answer.
 """
 
 import re
@@ -16,26 +16,26 @@ from serve_app.text.tokenizer import Tokenizer
 
 
 class TranslatedBody(SharedBody):
-    """A body that means a chat request. Shared fields mean there what they mean here."""
+    """A body that is translated to a chat request. Shared fields have the same meaning in both."""
 
     tools: Any = None
-    """In a list; None in the place of one that the model is not told of."""
+    """A list; None replaces a tool that the prompt leaves out."""
 
     chat_names: ClassVar[Sequence[tuple[str, str]]] = ()
-    """Patterns of the names of chat's fields, and what stands here in their place."""
+    """Patterns of chat's field names, and the names of these fields in this body."""
 
     @abstractmethod
     def chat_fields(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """The other fields of the chat request."""
+        """Return the chat request's fields besides the shared ones."""
 
     def to_chat(self, tokenizer: Tokenizer) -> ChatBody:
-        """The chat request. Raises `InvalidRequestError`."""
+        """Return the chat request. Raises `InvalidRequestError`."""
         shared = {name: getattr(self, name) for name in SharedBody.model_fields}
         return validate(ChatBody, self.chat_fields(tokenizer)).model_copy(update=shared)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors inside name the fields that the client sent, not chat's."""
+        """Return a context in which errors name this body's fields instead of chat's."""
         try:
             yield
         except InvalidRequestError as error:
@@ -44,24 +44,28 @@ class TranslatedBody(SharedBody):
             raise type(error)(message, param=param, code=error.code) from None
 
     def own_name(self, name: str) -> str:
-        """What the field of this name in chat is here."""
-        places = [place for place, tool in enumerate(self.tools or ()) if tool is not None]
-        name = re.sub(r"^tools\[(\d+)\]", lambda found: f"tools[{places[int(found[1])]}]", name)
+        """Return this body's name of a field of the chat request."""
+        indices = [i for i, tool in enumerate(self.tools or ()) if tool is not None]
+        name = re.sub(r"^tools\[(\d+)\]", lambda found: f"tools[{indices[int(found[1])]}]", name)
         for pattern, replacement in self.chat_names:
             name = re.sub(pattern, replacement, name)
         return name
 
 
 class Conversation:
-    """Chat's messages from items that come one by one. What the assistant did in one turn becomes
-    one message."""
+    """Builds a list of chat messages from single items.
+
+    All items of one turn of the assistant become one message.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, role: str, text: str) -> None:
-        """A message; what several system messages at the beginning say becomes one, as templates
-        take no more."""
+        """Add a message's text.
+
+        Leading system messages are joined, because chat templates accept only one.
+        """
         if role == "assistant":
             self._join("content", text)
         elif role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
@@ -70,21 +74,23 @@ class Conversation:
             self.messages.append({"role": role, "content": text})
 
     def think(self, text: str) -> None:
-        """The assistant's reasoning."""
+        """Add reasoning of the assistant."""
         self._join("reasoning_content", text)
 
     def call(self, name: str, arguments: dict[str, Any], call_id: str) -> None:
-        """The assistant calls a tool."""
+        """Add a tool call of the assistant."""
         function = {"name": name, "arguments": arguments}
         self._turn().setdefault("tool_calls", []).append({"id": call_id, "function": function})
 
     def answer(self, call_id: str, text: str) -> None:
-        """What a tool answered."""
+        """Add the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def ends_with_text(self) -> bool:
-        """Whether the assistant's last message is a text, which can be continued; an empty one is
-        left out."""
+        """Whether the last message is a text of the assistant, which can be continued.
+
+        Removes the last message if it is an empty one of the assistant.
+        """
         last = self.messages[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
             return False

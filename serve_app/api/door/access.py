@@ -97,5 +97,5 @@ def key_of(headers: Headers) -> str:
 def _only(headers: Headers, name: str) -> str:
     values = set(headers.getlist(name))
     if len(values) > 1:
-        raise AuthenticationError(f"the header `{name}` is given more than once, with different keys")
+        raise AuthenticationError(f"the header `{name}` is given more than once with different values")
     return values.pop() if values else ""

@@ -62,15 +62,15 @@ class RequestGuard:
             return
         request_id = request_id_of(scope)
         # Anthropic's clients read the id from this header.
-        told: dict[str, str] = {"request-id": request_id} if speaks_anthropic(scope) else {}
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "response_headers": told}
+        headers: dict[str, str] = {"request-id": request_id} if speaks_anthropic(scope) else {}
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "response_headers": headers}
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message).update({"x-request-id": request_id, **told})
+                MutableHeaders(scope=message).update({"x-request-id": request_id, **headers})
             await send(message)
 
         try:

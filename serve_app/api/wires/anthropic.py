@@ -113,15 +113,15 @@ class MessagesWire(ItemWire):
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """Return Anthropic's `usage`, whose `input_tokens` exclude cached tokens."""
-    told: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
     if usage.reasoning_tokens is not None:
-        told["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
-    return told
+        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return counts
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -187,8 +187,8 @@ class ChatWire:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return a `chat.completion`."""
-        told = [self._whole_choice(choice) for choice in choices]
-        return {**self._head, "choices": told, "usage": usage.to_json(), **self._details.of_prompt(0)}
+        entries = [self._whole_choice(choice) for choice in choices]
+        return {**self._head, "choices": entries, "usage": usage.to_json(), **self._details.of_prompt(0)}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message, finish_reason = self.message(choice)

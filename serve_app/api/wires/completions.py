@@ -108,8 +108,10 @@ class CompletionJob:
         echo = None
         if self.body.echo:
             echo = _Echo(tokenizer, generation, self._prompts, self._token_ids, top or 0)
-        told = self.body.n or 1
-        return CompletionWire(head, details, echo, num_choices=generation.n, num_told=told, top=top, usage=usage)
+        num_returned = self.body.n or 1
+        return CompletionWire(
+            head, details, echo, num_choices=generation.n, num_returned=num_returned, top=top, usage=usage
+        )
 
 
 class _Echo:
@@ -162,15 +164,15 @@ class CompletionWire:
         echo: _Echo | None,
         *,
         num_choices: int,
-        num_told: int,
+        num_returned: int,
         top: int | None,
         usage: ChunkUsage,
     ) -> None:
-        """num_choices: per prompt. num_told: how many of them are returned, the likeliest first."""
+        """num_choices: per prompt. num_returned: of these, the likeliest first."""
         self._head = head
         self._details = details
         self._num_choices = num_choices
-        self._num_told = num_told
+        self._num_returned = num_returned
         self._echo = echo
         self._top = top
         self._template = ChunkTemplate(head, usage)
@@ -210,15 +212,17 @@ class CompletionWire:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return a `text_completion`."""
-        told = [{"index": index, **self._choice(choice)} for index, choice in enumerate(self._best(choices))]
-        return {**self._head, "choices": told, "usage": usage.to_json()}
+        entries = [{"index": index, **self._choice(choice)} for index, choice in enumerate(self._best(choices))]
+        return {**self._head, "choices": entries, "usage": usage.to_json()}
 
     def _best(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return each prompt's choices with the highest log-probability per token, best first."""
-        if self._num_told == self._num_choices:
+        if self._num_returned == self._num_choices:
             return [*choices]
         of_prompts = [choices[i : i + self._num_choices] for i in range(0, len(choices), self._num_choices)]
-        return [choice for each in of_prompts for choice in sorted(each, key=_likelihood)[: -self._num_told - 1 : -1]]
+        return [
+            choice for each in of_prompts for choice in sorted(each, key=_likelihood)[: -self._num_returned - 1 : -1]
+        ]
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None

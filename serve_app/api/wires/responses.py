@@ -84,10 +84,10 @@ class TextLogprobs:
 
     def of(self, part: Part) -> list[Any]:
         """Return and remove the log-probabilities of this part's tokens."""
-        told = []
+        entries = []
         while self._tokens and self._tokens[0][0] < part.end:
-            told.append(self._tokens.popleft()[1])
-        return told
+            entries.append(self._tokens.popleft()[1])
+        return entries
 
 
 class ResponsesWire(ItemWire):
@@ -183,12 +183,12 @@ class ResponsesWire(ItemWire):
 
     def error(self, error: RequestError, request_id: str) -> bytes:
         """Return the `error` event and the failed response with its complete output items."""
-        told = {"message": error.message, "code": error.code, "param": error.param, "request_id": request_id}
+        details = {"message": error.message, "code": error.code, "param": error.param, "request_id": request_id}
         code = "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
         done = [item for item in self._output if item["status"] != "in_progress"]
         response = self._snapshot("failed", output=done, error={"code": code, "message": error.message})
         begin = [] if self.begun else self.begin()
-        return b"".join([*begin, self._event("error", **told), self._event("response.failed", response=response)])
+        return b"".join([*begin, self._event("error", **details), self._event("response.failed", response=response)])
 
     def answer(self, usage: Usage) -> dict[str, Any]:
         """Return the whole response."""

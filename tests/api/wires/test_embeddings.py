@@ -101,7 +101,7 @@ async def test_truncation_keeps_the_end(live: Api) -> None:
 
 
 async def test_a_large_request_leaves_room_for_others(live: Api) -> None:
-    """The queue holds 12 sequences in all; half of the engine's places are enough for any number of
+    """The queue holds 12 sequences in all; half of the engine's slots are enough for any number of
     inputs."""
     inputs = [[3 + i % 200] * (1 + i % 40) for i in range(500)]
     running = asyncio.create_task(live.http.post(PATH, json={"input": inputs, "encoding_format": "base64"}))

@@ -85,7 +85,7 @@ def test_everybody_is_measured_and_who_is_not_is_named_with_the_reason(
     assert all(one["server_pss_mib"] > 1 for one in runs)
     assert report["results"]["liar"]["decode"]["median"]["wrong_length"] == 3
     assert {standing["peer"] for standing in report["against_best_peer"]} <= {"peer", "slow"}
-    for text in ("no such package", "ended with status 3", "not asked again: slow"):
+    for text in ("no such package", "ended with status 3", "not measured again: slow"):
         assert text in result.output
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
