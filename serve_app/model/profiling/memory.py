@@ -3,6 +3,7 @@
 On Linux CPUs the limits of control groups apply in addition to the machine's memory.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,20 +11,32 @@ import torch
 from serve_app.errors import ConfigError
 from serve_app.model.paged_model import PagedModel
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
+_CONTEXT_STEP = 1024
+"""A shortened context is a multiple of this, so that all replicas choose the same."""
 _CUDA_CONTEXT_BYTES = GIB // 2
 """Estimated GPU memory of a process outside torch: CUDA's context and its libraries' kernels."""
 # Host memory is shared with all other programs, so the pool uses all of it only if configured to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
 
 
-def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float, gpu_share: float = 1.0) -> int:
+def size_kv_pool(
+    model: PagedModel,
+    kv_cache_gib: float | None,
+    memory_fraction: float,
+    gpu_share: float = 1.0,
+    *,
+    shortens: bool = False,
+) -> int:
     """Return the number of KV blocks for the scheduler that fit into the free memory. Call it after
     running the largest step.
 
     kv_cache_gib: a cap; None means no cap on a GPU, 4 GiB on a CPU. memory_fraction: the fraction
-    of the free memory that the pool may use; gpu_share: see `available_memory`. Raises ConfigError
-    if the pool cannot hold one request of max_model_len tokens.
+    of the free memory that the pool may use; gpu_share: see `available_memory`. shortens: if the
+    pool cannot hold one request of max_model_len tokens, lower the model's max_model_len, to a
+    multiple of 1,024, rather than raise ConfigError.
     """
     needed = -(-model.max_model_len // model.block_size) + 1  # plus the null block
     budget = (available_memory(model.device, gpu_share) - model.mapped_bytes) * memory_fraction
@@ -33,7 +46,14 @@ def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction:
         budget = min(budget, kv_cache_gib * GIB)
     # the runner keeps one block for itself
     num_blocks = int(budget) // model.kv_bytes_per_block() - 1
-    if num_blocks < needed:
+    fitting = (num_blocks - 1) * model.block_size // _CONTEXT_STEP * _CONTEXT_STEP
+    if num_blocks < needed and shortens and fitting > 0:
+        logger.warning(
+            "max_model_len: %d instead of the model's %d, as the KV pool may take %.2f GiB (engine.kv_cache_gib)",
+            fitting, model.max_model_len, budget / GIB,
+        )  # fmt: skip
+        model.max_model_len = fitting
+    elif num_blocks < needed:
         need_gib = needed * model.kv_bytes_per_block() / GIB
         raise ConfigError(
             f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
