@@ -25,6 +25,8 @@ from serve_app.core import autosize
 from serve_app.core.autosize import max_slots
 from serve_app.errors import ConfigError
 
+ANY_NAME = "*"
+"""Among the served names: requests may name any model."""
 _SPARE_REQUESTS = 256
 
 
@@ -47,6 +49,25 @@ def _auto_or_up_to(most: int) -> PlainValidator:
     return PlainValidator(check)
 
 
+def _auto_null_or_positive() -> PlainValidator:
+    def check(value: object) -> object:
+        if value is None or value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise PydanticCustomError("auto_null_or_number", "must be `auto`, null or an integer from 1")
+
+    return PlainValidator(check)
+
+
+def _one_or_more_names() -> PlainValidator:
+    def check(value: object) -> object:
+        names = value if isinstance(value, list) else [value]
+        if value is None or (names and all(isinstance(name, str) and name.strip() for name in names)):
+            return value
+        raise PydanticCustomError("names", "must be a name or a list of names, or null")
+
+    return PlainValidator(check)
+
+
 class EngineSettings(_Frozen):
     """The engine of each replica."""
 
@@ -56,9 +77,9 @@ class EngineSettings(_Frozen):
     max_num_batched_tokens: Annotated[int | Literal["auto"], _auto_or_up_to(1_048_576)] = "auto"
     """Maximum tokens in a step, prefill and decode together; `auto` = as many as step time allows,
     up to 8192."""
-    max_model_len: int | None = Field(default=None, ge=1)
-    """Longest prompt plus output, in tokens; null = the model's context. Decides `longrope`'s
-    frequencies."""
+    max_model_len: Annotated[int | Literal["auto"] | None, _auto_null_or_positive()] = "auto"
+    """Longest prompt plus output, in tokens; `auto` = as much of the model's context as the KV pool
+    holds; null = all of it. Decides `longrope`'s frequencies."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Maximum size of the KV pool in GiB; null = what measured memory allows (on a CPU at most
     4)."""
@@ -164,8 +185,9 @@ class Settings(_Frozen):
     ignore_model_keys: list[str] = []
     """Unsupported keys of a GGUF file, `config.json` or `generation_config.json` to load the model
     without."""
-    served_model_name: str | None = Field(default=None, min_length=1)
-    """The model name in the API; null = the model's own."""
+    served_model_name: Annotated[str | list[str] | None, _one_or_more_names()] = None
+    """The model's name in the API, or a list of names; `"*"` in the list accepts any name; null =
+    the model's own name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Dtype of products, weights and KV cache; `auto` = float32 on CPUs, the file's 16-bit dtype on
     GPUs."""
@@ -184,6 +206,17 @@ class Settings(_Frozen):
     nodes."""
     engine: EngineSettings = EngineSettings()
     ingress: IngressSettings = IngressSettings()
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model in the API besides `"*"`; empty for its own name."""
+        names = self.served_model_name
+        return tuple(name for name in ([names] if isinstance(names, str) else names or ()) if name != ANY_NAME)
+
+    @property
+    def serves_any_name(self) -> bool:
+        """Whether requests may name any model."""
+        return self.served_model_name == ANY_NAME or ANY_NAME in (self.served_model_name or ())
 
     @property
     def most_step_tokens(self) -> int:

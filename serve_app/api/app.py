@@ -133,10 +133,10 @@ def _add_generation(app: DocumentedApi, context: ApiContext) -> None:
 
 
 def _add_models(app: DocumentedApi, context: ApiContext) -> None:
-    def describe() -> dict[str, Any]:
+    def describe(name: str) -> dict[str, Any]:
         card = context.service.model
         return {
-            "id": card.name,
+            "id": name,
             "object": "model",
             "created": card.created,
             "owned_by": "serve_app",
@@ -150,16 +150,17 @@ def _add_models(app: DocumentedApi, context: ApiContext) -> None:
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> dict[str, Any]:
-        """Return a list of the served model."""
-        visible = request.state.tenant.may_use(context.service.model.name)
-        return {"object": "list", "data": [describe()] if visible else []}
+        """Return a list of the served model, by each of its names."""
+        card = context.service.model
+        names = (card.name, *card.aliases) if request.state.tenant.may_use(card.name) else ()
+        return {"object": "list", "data": [describe(name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str, request: Request) -> dict[str, Any]:
         """Return the served model, if it has this name."""
         check_model(name, context.service.model)
-        check_tenant(request.state.tenant, name)
-        return describe()
+        check_tenant(request.state.tenant, context.service.model.name)
+        return describe(name)
 
 
 def _add_tokens(app: DocumentedApi, context: ApiContext) -> None:

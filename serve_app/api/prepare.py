@@ -226,7 +226,7 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 
 def check_model(name: str | None, card: ModelCard) -> None:
     """Raise `ModelNotFoundError` if `name` is given and is not the served model."""
-    if name is not None and name != card.name:
+    if name is not None and not card.any_name and name not in (card.name, *card.aliases):
         raise ModelNotFoundError(
             f"the model {name[:100]!r} does not exist; GET /v1/models lists what is served", param="model"
         )

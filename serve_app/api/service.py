@@ -18,7 +18,8 @@ from serve_app.text.tokenizer import Tokenizer
 class ModelCard:
     """The served model. `vocab_size` is the width of the logits, `created` a Unix time in seconds.
 
-    hidden_size: the length of its embeddings. pooling: the default for embeddings. end_ids: the
+    aliases: further names; any_name: requests may name any model. hidden_size: the length of its
+    embeddings. pooling: the default for embeddings. end_ids: the
     tokens that end a text.
     fingerprint: changes whenever the same seed may give a different answer (weights, dtype,
     version).
@@ -32,6 +33,8 @@ class ModelCard:
     hidden_size: int
     pooling: Pooling
     end_ids: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    any_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)

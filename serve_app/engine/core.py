@@ -56,6 +56,7 @@ class EngineConfig(SchedulerKnobs):
     - gpu_share: fraction of the GPU for this engine, for several engines on one GPU.
     - auto_slots, auto_step_tokens: the engine chooses `max_num_seqs` and `max_num_batched_tokens`
       at start (`core.autosize`); the given values are upper limits.
+    - auto_context: the context is shortened to what the KV pool holds.
     - max_num_waiting: requests beyond the slots that an `AsyncEngine` accepts.
     - num_threads: CPU threads of the model (None: torch's default).
     - overlap: launch a step before the previous step's tokens are read; excludes prompt lookup.
@@ -68,6 +69,7 @@ class EngineConfig(SchedulerKnobs):
     gpu_share: float = 1.0
     auto_slots: bool = False
     auto_step_tokens: bool = False
+    auto_context: bool = False
     max_num_waiting: int = 256
     num_threads: int | None = None
     overlap: Literal["auto", "on", "off"] = "auto"
@@ -162,7 +164,8 @@ class EngineCore:
         if config.auto_step_tokens:
             config = _with_step_tokens(config, model, times, progress)
         longest_s = times.largest(config.max_num_batched_tokens, config.max_num_seqs)
-        num_blocks = size_kv_pool(model, config.kv_cache_gib, config.memory_fraction, config.gpu_share)
+        limits_of_pool = config.kv_cache_gib, config.memory_fraction, config.gpu_share
+        num_blocks = size_kv_pool(model, *limits_of_pool, shortens=config.auto_context)
         if config.auto_slots:
             config = _with_slots(config, model, times, num_blocks, progress)
         draft_cost = FOR_FEW

@@ -10,17 +10,17 @@ from typing import Any
 
 import yaml
 
-from serve_app.checkpoints.model_files import check_model, locate_model
+from serve_app.checkpoints.model_files import check_model, locate_model, pin_model
 from serve_app.environment import haproxy_enabled
 from serve_app.errors import ConfigError
+from serve_app.launch.config_source import IMPORT_PATH, ConfigSource
 from serve_app.launch.tls import KeyPair
 from serve_app.serving.auth import check_auth
 from serve_app.serving.knobs import live_knobs, scheduler_knobs
 from serve_app.settings import Settings, suggest
-from serve_app.system.operator_files import load_yaml, read_text, typed_errors
+from serve_app.system.operator_files import typed_errors
 
 _MAX_HOST = 253
-_IMPORT_PATH = "serve_app.app:build"
 ENGINE, INGRESS = "EngineReplica", "Ingress"
 """Names of our deployments."""
 
@@ -50,20 +50,19 @@ class ConfigFile:
         return f"{'http' if self.key_pair is None else 'https'}://{host}:{self.port}"
 
 
-def read_config(path: Path) -> ConfigFile:
-    """Read and validate a config file.
+def read_config(target: ConfigSource, scratch: Path) -> ConfigFile:
+    """Read and validate a config file. scratch: see `ConfigSource.read`.
 
     Raises `ConfigError` with one line for any error in the file or in the files that it names.
     """
     with typed_errors("cannot be used: "):
-        return _read_config(path)
+        return _read_config(target.read(scratch))
 
 
-def _read_config(path: Path) -> ConfigFile:
+def _read_config(data: Any) -> ConfigFile:
     from pydantic import ValidationError
     from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
-    data = load_yaml(read_text(path))
     try:
         schema = ServeDeploySchema.model_validate(data)
     except ValidationError as error:
@@ -83,7 +82,7 @@ def _read_config(path: Path) -> ConfigFile:
         host,
         schema.http_options.port,
         tuple(application.name for application in applications),
-        {item.name: _check_application(item, host) for item in applications if item.import_path == _IMPORT_PATH},
+        {item.name: _check_application(item, host) for item in applications if item.import_path == IMPORT_PATH},
     )
 
 
@@ -111,7 +110,9 @@ def _key_pair(options: Any) -> KeyPair | None:
 def _check_application(application: Any, host: str) -> Settings:
     """Return a `ServeApplicationSchema`'s settings. Also validates the engine's `user_config`."""
     settings = Settings.model_validate(application.args)
-    check_model(locate_model(settings.model), settings.engine.max_model_len)
+    context = settings.engine.max_model_len
+    check_model(locate_model(settings.model), context if isinstance(context, int) else None)
+    pin_model(settings.model)  # before Ray starts: the hub may not know the model
     _check_device(settings)
     scheduler_knobs(settings)
     check_auth(settings.ingress, host)

@@ -33,6 +33,7 @@ from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
 from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config, write_for_ray
+from serve_app.launch.config_source import ConfigSource
 from serve_app.launch.deployment import DeploymentError, logs_folder
 from serve_app.launch.ending import Ending
 from serve_app.launch.force_quit import at_once_on_second_interrupt, kill_descendants
@@ -43,7 +44,7 @@ from serve_app.launch.ports import check_port
 from serve_app.launch.processes import NodeWatch
 from serve_app.launch.ray_environment import INTERNAL_KEY, launcher_environment
 from serve_app.launch.ray_node import load_application, start_node
-from serve_app.launch.readiness import example, served_model, write_internal_key
+from serve_app.launch.readiness import served_model, welcome, write_internal_key
 from serve_app.launch.surroundings import check_surroundings
 from serve_app.launch.terminal import Terminal, write_line
 from serve_app.launch.tls import WatchedKeyPair
@@ -62,20 +63,20 @@ _MEMORY = (
 )
 
 
-def launch(config_path: Path) -> int:
-    """Serve `config_path` until a signal and return the exit status. Call it in the main thread."""
+def launch(source: ConfigSource) -> int:
+    """Serve `source` until a signal and return the exit status. Call it in the main thread."""
     started = time.monotonic()
     try:
         check_surroundings(Path(ray_temporary_folder()))
         # In /tmp because HAProxy's socket is in this folder, and a socket's path must be short.
         with tempfile.TemporaryDirectory(prefix="serve-app-", dir="/tmp", ignore_cleanup_errors=True) as scratch:
-            return _prepare(config_path, Path(scratch), started).run()
+            return _prepare(source, Path(scratch), started).run()
     except (ConfigError, OSError) as error:
         _complain(str(error))
         return 2
 
 
-def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
+def _prepare(source: ConfigSource, scratch: Path, started: float) -> "_Launch":
     """Do everything that comes before the start.
 
     Raises `ConfigError`, and `OSError` if `scratch` cannot be written.
@@ -84,14 +85,14 @@ def _prepare(config_path: Path, scratch: Path, started: float) -> "_Launch":
     export(launcher_environment(scratch))
     internal_key = write_internal_key(scratch / INTERNAL_KEY)
     try:
-        target = read_config(config_path)
+        target = read_config(source, scratch)
         check_port(target.host, target.port)
         key_pair = _key_pair_for_haproxy(scratch, target)
     except ConfigError as error:
-        raise ConfigError(f"{config_path}: {error}") from None
+        raise ConfigError(f"{source}: {error}") from None
     haproxy.write_additions(scratch, target.ours)
     yield_cpu()  # everything that Ray starts inherits this, except for the engines' threads
-    return _Launch(config_path, target, started, scratch, internal_key, key_pair)
+    return _Launch(source, target, started, scratch, internal_key, key_pair)
 
 
 class _Launch:
@@ -99,19 +100,19 @@ class _Launch:
 
     def __init__(
         self,
-        config_path: Path,
+        source: ConfigSource,
         target: ConfigFile,
         started: float,
         scratch: Path,
         internal_key: str,
         key_pair: WatchedKeyPair | None,
     ) -> None:
-        self._config_path = config_path
+        self._source = source
         self._key_pair = key_pair
         self._scratch = scratch
         self._internal_key = internal_key
         self._ending = Ending(lambda: self._target, self._say)
-        self._update = Update(config_path, target, scratch, self._say, self._ending.ingresses)
+        self._update = Update(source, target, scratch, self._say, self._ending.ingresses)
         self._started = started
         self._failure: str | None = None
         self._status = 0
@@ -141,7 +142,7 @@ class _Launch:
             except (KeyboardInterrupt, SystemExit, click.Abort):
                 pass
             except ConfigError as error:
-                self._fail(f"{self._config_path}: {error}", 2)
+                self._fail(f"{self._source}: {error}", 2)
             except Exception as error:
                 self._fail(f"the start failed: {first_line(error)} (logs: {logs_folder()})")
             if not self._stopping.is_set():
@@ -166,7 +167,7 @@ class _Launch:
 
         if not memory_monitor_enabled():
             self._say(_MEMORY)
-        self._say(f"Ray is up; deploying {self._config_path}")
+        self._say(f"Ray is up; deploying {self._source}")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._watcher.start()
         config = self._scratch / "config.yaml"
@@ -270,8 +271,8 @@ class _Launch:
         watch = Watch(self._target.url, self._say, self._stopping.is_set)
         self._rays.attempt("the ingresses", self._ending.ingresses, None, 2 * _ANSWER_S)
         wants_key = any(settings.ingress.keys_file is not None for settings in self._target.ours.values())
-        command = example(self._target.url, model, wants_key=wants_key)
-        self._say(f"ready: {model} served its first token. Try:\n{command}")
+        pages = welcome(self._target.url, model, self._internal_key, wants_key=wants_key)
+        self._say(f"ready: {model} has served its first token\n{pages}")
         threading.Thread(target=self._update.follow, args=(self._stopping,), daemon=True).start()
         kept = KeptFolder(self._scratch, self._say)
         while not self._stopping.wait(_POLL_S):

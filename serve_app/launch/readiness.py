@@ -39,14 +39,36 @@ def first_token(url: str, key: str) -> str | None:
     return model
 
 
-def example(url: str, model: str, *, wants_key: bool) -> str:
-    """Return an example command for the terminal."""
-    question = [{"role": "user", "content": "Name the capital of France."}]
-    body = json.dumps({"model": model, "messages": question, "max_tokens": 32, "temperature": 0})
+def welcome(url: str, model: str, internal_key: str, *, wants_key: bool) -> str:
+    """Return what the terminal shows when the server is ready: its pages, and an example command
+    that this model answers."""
+    chats = _chats(url, model, internal_key)
+    pages = {"chat": f"{url}/", "API": f"{url}/v1", "docs": f"{url}/docs"}
+    if not chats:
+        pages.pop("chat")
+    lines = [f"  {name:<5} {page}" for name, page in pages.items()]
+    return "\n".join([*lines, _example(url, model, chats=chats, wants_key=wants_key)])
+
+
+def _chats(url: str, model: str, key: str) -> bool:
+    """Whether the model has a chat template that the server can use."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    try:
+        _call(f"{url}/v1/chat/completions", key, body)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _example(url: str, model: str, *, chats: bool, wants_key: bool) -> str:
+    question = "Name the capital of France."
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}]} if chats else {"prompt": question}
+    body = json.dumps({"model": model, **asked, "max_tokens": 32, "temperature": 0})
+    path = "chat/completions" if chats else "completions"
     key = "-H 'Authorization: Bearer YOUR-KEY' " if wants_key else ""
     options = "-k " if url.startswith("https:") else ""
     options += "--noproxy '*' " if proxies_are_named() else ""
-    return f"  curl {options}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{body}'"
+    return f"  curl {options}{url}/v1/{path} {key}-H 'Content-Type: application/json' -d '{body}'"
 
 
 def _call(url: str, key: str, body: dict[str, Any] | None) -> dict[str, Any]:

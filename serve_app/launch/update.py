@@ -14,6 +14,7 @@ from serve_app.errors import ConfigError
 from serve_app.launch import haproxy
 from serve_app.launch.bounded import BoundedCalls, first_line
 from serve_app.launch.config_file import ConfigFile, read_config
+from serve_app.launch.config_source import ConfigSource
 from serve_app.launch.deployment import DeploymentError, is_running
 from serve_app.launch.gpus import check_gpus
 
@@ -30,7 +31,7 @@ class Update:
 
     def __init__(
         self,
-        config_path: Path,
+        source: ConfigSource,
         target: ConfigFile,
         scratch: Path,
         say: Callable[[str], None],
@@ -40,7 +41,7 @@ class Update:
 
         `say` prints a line. `ended`: called when an update has succeeded or failed.
         """
-        self._config_path = config_path
+        self._source = source
         self._scratch = scratch
         self._say = say
         self._ended = ended
@@ -81,7 +82,7 @@ class Update:
         self._is_asked_for = False
         before = self.target
         try:
-            target = read_config(self._config_path)
+            target = read_config(self._source, self._scratch)
             if (target.host, target.port, target.key_pair) != (before.host, before.port, before.key_pair):
                 raise ConfigError("http_options: host, port and files cannot change while the server runs")
             check_gpus(target)
@@ -89,12 +90,12 @@ class Update:
             deploy_again(target.schema)
         except Exception as error:
             reason = str(error) if isinstance(error, ConfigError) else f"the update failed: {first_line(error)}"
-            self._say(f"{self._config_path}: {reason}; nothing has changed")
+            self._say(f"{self._source}: {reason}; nothing has changed")
             haproxy.write_additions(self._scratch, before.ours)
             return
         self.target = target
         self._reports = GpuReports(self._say)
-        self._say(f"deploying {self._config_path} again")
+        self._say(f"deploying {self._source} again")
 
     def _see(self, reports: "GpuReports") -> None:
         """Check whether the deployment has ended, and print the result.

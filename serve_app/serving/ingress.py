@@ -10,8 +10,8 @@ import gc
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,7 +24,7 @@ from serve_app.api.app import create_app
 from serve_app.api.door.limits import ApiLimits
 from serve_app.api.drain import Drain
 from serve_app.api.request_events import REFUSAL_REASONS, Endpoint, Outcome, RequestSummary
-from serve_app.api.service import MetricsPage, ModelCard, RequestContext
+from serve_app.api.service import MetricsPage, RequestContext
 from serve_app.console.routes import Sources, add_console
 from serve_app.core.request import EngineRequest
 from serve_app.core.results import TokenDelta
@@ -36,7 +36,7 @@ from serve_app.fleet.availability import RETRY_AFTER_S
 from serve_app.fleet.failover import Failover
 from serve_app.fleet.loss import LossReason
 from serve_app.fleet.prefix_routing import PrefixRouting
-from serve_app.fleet.replica_set import REVISION, ReplicaSet
+from serve_app.fleet.replica_set import ReplicaSet
 from serve_app.fleet.transport import LinkTransport
 from serve_app.fleet.watchdog import Watchdog
 from serve_app.grammars import Refusal
@@ -51,6 +51,7 @@ from serve_app.serving.freed_memory import return_freed_blocks
 from serve_app.serving.front import Front
 from serve_app.serving.gcs_watch import GcsWatch
 from serve_app.serving.gpus import report_lacking_gpus
+from serve_app.serving.model_card import describe_model, new_card
 from serve_app.serving.ray_patches import bind_replica_port_to_node, has_certificate, http_host, node_address
 from serve_app.serving.replica import STEPS_PATH
 from serve_app.serving.scraping import METRICS_ADDRESS, METRICS_KEY, metrics_targets, open_metrics_port
@@ -89,14 +90,13 @@ class ReplicaService:
         self,
         transport: Transport,
         replicas: ReplicaSet,
-        name: str,
         tokenizer: Tokenizer,
         metrics: IngressMetrics,
         settings: Settings,
         auth: Auth,
         tasks: LastingTasks,
     ) -> None:
-        """`name`: the model's name for clients. Requires at least one replica.
+        """Requires at least one replica.
 
         `auth` and `tasks` need not be ready.
         """
@@ -106,10 +106,7 @@ class ReplicaService:
         self._transport = transport
         self._metrics = metrics
         self._replicas = replicas
-        created = int(time.time())
-        self.model = ModelCard(
-            name, 0, vocab_size=0, created=created, fingerprint="", hidden_size=0, pooling="last", end_ids=()
-        )
+        self.model = new_card(settings, tokenizer)
         self.tokenizer = tokenizer
         self._describe_model()
         replicas.add_listener(self._describe_model)
@@ -222,7 +219,6 @@ class Ingress:
         # that replica.
         await wait_for_replica(self._replicas, _ENGINES_TIMEOUT_S)
         waiting.cancel()
-        name = settings.served_model_name or tokenizer.name
         self._settings = settings
         self._queue = AsyncAdmissionQueue(
             settings.max_ongoing_requests,
@@ -238,11 +234,11 @@ class Ingress:
         self._metrics_address = open_metrics_port(
             self._metrics.registry, settings.metrics_host, admits=self._auth.admits_to_metrics()
         )
-        otlp_endpoint = settings.ingress.otlp_endpoint
-        self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, name)
         self._service = ReplicaService(
-            self._open_transport(engines), self._replicas, name, tokenizer, self._metrics, settings, self._auth, tasks
+            self._open_transport(engines), self._replicas, tokenizer, self._metrics, settings, self._auth, tasks
         )
+        otlp_endpoint = settings.ingress.otlp_endpoint
+        self._spans = None if otlp_endpoint is None else RequestSpans(otlp_endpoint, self._service.model.name)
         self._auth.start(tasks)
         await _first_token(self._service)
         if not fast_path_enabled():
@@ -376,20 +372,6 @@ def load_tokenizer_of(settings: Settings) -> Tokenizer:
     tokenizer.check_chat_template()
     tokenizer.learn_formats()
     return tokenizer
-
-
-def describe_model(card: ModelCard, replicas: Sequence[Mapping[str, Any]]) -> ModelCard:
-    """Return `card` with what all of these replicas (given by their metadata) support."""
-    revisions = sorted({str(metadata[REVISION]) for metadata in replicas})
-    return replace(
-        card,
-        max_model_len=min(metadata["info"]["max_model_len"] for metadata in replicas),
-        vocab_size=min(metadata["info"]["vocab_size"] for metadata in replicas),
-        hidden_size=min(metadata["info"]["hidden_size"] for metadata in replicas),
-        pooling=replicas[0]["info"]["pooling"],
-        end_ids=tuple(replicas[0]["info"]["eos_token_ids"]),
-        fingerprint="fp_" + "_".join(revisions),
-    )
 
 
 async def _first_token(service: ReplicaService) -> None:

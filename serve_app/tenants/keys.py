@@ -22,6 +22,10 @@ _RETRY_AFTER_S = 2.0
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
+MIN_KEY_CHARACTERS = 16
+"""Fewest characters of a key that a user chooses."""
+
+
 def new_key() -> str:
     """Return a new random key."""
     return _PREFIX + secrets.token_urlsafe(32)

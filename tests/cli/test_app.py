@@ -10,12 +10,12 @@ from serve_app.cli import app
 
 
 def test_version() -> None:
-    assert CliRunner().invoke(app, ["version"]).output.strip() == serve_app.__version__
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == serve_app.__version__
 
 
 def test_help_names_every_command() -> None:
     output = CliRunner().invoke(app, ["--help"]).output
-    assert all(name in output for name in ("serve", "compare", "explain", "version"))
+    assert all(name in output for name in ("serve", "compare", "explain", "--version"))
 
 
 def test_help_loads_nothing_heavy() -> None:

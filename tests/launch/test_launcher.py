@@ -191,7 +191,7 @@ def test_from_ready_to_ctrl_c_with_the_default_config(start: StartServer) -> Non
     args = yaml.safe_load((REPOSITORY / "deploy" / "config.yaml").read_text())["applications"][0]["args"]
     server = start(args)
     server.wait_ready()
-    assert "SmolLM2-135M-Instruct served its first token" in server.line_with("ready: ")
+    assert "SmolLM2-135M-Instruct has served its first token" in server.line_with("ready: ")
     answer = subprocess.run(server.line_with("  curl "), shell=True, capture_output=True, timeout=120, check=True)
     assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
     (engine,) = server.running("EngineReplica")

@@ -137,10 +137,13 @@ def write_config(
 
 
 def launch(
-    config: Path, environment: dict[str, str], command: tuple[str, str] = ("serve-app", "serve")
+    config: Path,
+    environment: dict[str, str],
+    command: tuple[str, str] = ("serve-app", "serve"),
+    options: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """`command` (a program of this environment and its verb) with `config`, in a session of its
-    own.
+    """`command` (a program of this environment and its verb) with `config`, which may be a model,
+    and `options`, in a session of its own.
 
     It ends with this process, however that ends; Ray's processes end with it.
     """
@@ -151,7 +154,7 @@ def launch(
     # The tests' own switches (warnings as errors, coverage) are not for the server.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.Popen(
-        [*map(str, started), verb, str(config)],
+        [*map(str, started), verb, str(config), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

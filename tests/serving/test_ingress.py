@@ -14,7 +14,8 @@ from tests.text.test_gguf_tokenizer import changed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own modules
-    from serve_app.serving.ingress import describe_model, load_tokenizer_of, wait_for_replica
+    from serve_app.serving.ingress import load_tokenizer_of, wait_for_replica
+    from serve_app.serving.model_card import describe_model
 
 OURS, THEIRS = {"tokenizer": "ours"}, {"tokenizer": "theirs"}
 

@@ -3,6 +3,7 @@
 On Linux CPUs the limits of control groups apply in addition to the machine's memory.
 """
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,63 +11,76 @@ import torch
 from serve_app.errors import ConfigError
 from serve_app.model.paged_model import PagedModel
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
+_CONTEXT_STEP = 1024
+"""A shortened context is a multiple of this, so that all replicas choose the same."""
 _CUDA_CONTEXT_BYTES = GIB // 2
 """Estimated GPU memory of a process outside torch: CUDA's context and its libraries' kernels."""
 # Host memory is shared with all other programs, so the pool uses all of it only if configured to.
 _DEFAULT_CPU_KV_CACHE_GIB = 4.0
 
 
-def size_kv_pool(model: PagedModel, kv_cache_gib: float | None, memory_fraction: float, gpu_share: float = 1.0) -> int:
+def size_kv_pool(
+    model: PagedModel,
+    kv_cache_gib: float | None,
+    memory_fraction: float,
+    gpu_share: float = 1.0,
+    *,
+    shortens: bool = False,
+) -> int:
     """Return the number of KV blocks for the scheduler that fit into the free memory. Call it after
     running the largest step.
 
     kv_cache_gib: a cap; None means no cap on a GPU, 4 GiB on a CPU. memory_fraction: the fraction
-    of the free memory that the pool may use; gpu_share: see `available_memory`. Raises ConfigError
-    if the pool cannot hold one request of max_model_len tokens.
+    of the free memory that the pool may use; gpu_share: see `available_memory`. shortens: if the
+    pool cannot hold one request of max_model_len tokens, lower the model's max_model_len, to a
+    multiple of 1,024, rather than raise ConfigError.
     """
     left = available_memory(model.device, gpu_share) - model.mapped_bytes
-    return fitting_blocks(
-        left,
-        model.device,
-        model.kv_bytes_per_block(),
-        model.block_size,
-        model.max_model_len,
-        memory_fraction=memory_fraction,
-        kv_cache_gib=kv_cache_gib,
-    )
+    budget = pool_budget(left, model.device, memory_fraction, kv_cache_gib)
+    num_blocks = fitting_blocks(budget, model.kv_bytes_per_block())
+    context = fitting_context(num_blocks, model.block_size, model.max_model_len)
+    if context < model.max_model_len:
+        if not shortens or context == 0:
+            raise _too_small(model, budget)
+        logger.warning(
+            "max_model_len: %d instead of the model's %d, as the KV pool may take %.2f GiB (engine.kv_cache_gib)",
+            context, model.max_model_len, budget / GIB,
+        )  # fmt: skip
+        model.max_model_len = context
+    return num_blocks
 
 
-def fitting_blocks(
-    left: int,
-    device: torch.device,
-    bytes_per_block: int,
-    block_size: int,
-    max_model_len: int,
-    *,
-    memory_fraction: float,
-    kv_cache_gib: float | None = None,
-) -> int:
-    """Return the number of KV blocks of `bytes_per_block` that fit if `left` bytes are free.
-
-    See `size_kv_pool` for the other arguments and the error.
-    """
-    needed = -(-max_model_len // block_size) + 1  # plus the null block
-    budget = left * memory_fraction
+def pool_budget(left: int, device: torch.device, memory_fraction: float, kv_cache_gib: float | None = None) -> int:
+    """Return the bytes that the KV pool may take if `left` bytes are free; see `size_kv_pool`."""
     if kv_cache_gib is None and device.type == "cpu":
         kv_cache_gib = _DEFAULT_CPU_KV_CACHE_GIB
-    if kv_cache_gib is not None:
-        budget = min(budget, kv_cache_gib * GIB)
-    # the runner keeps one block for itself
-    num_blocks = int(budget) // bytes_per_block - 1
-    if num_blocks < needed:
-        need_gib = needed * bytes_per_block / GIB
-        raise ConfigError(
-            f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
-            f"{max_model_len} needs {need_gib:.2f} GiB; lower max_model_len, raise kv_cache_gib "
-            f"or memory_fraction, or free memory on {device}"
-        )
-    return num_blocks
+    budget = int(left * memory_fraction)
+    return budget if kv_cache_gib is None else min(budget, int(kv_cache_gib * GIB))
+
+
+def fitting_blocks(budget: int, bytes_per_block: int) -> int:
+    """Return the number of KV blocks for the scheduler. The runner keeps one for itself."""
+    return budget // bytes_per_block - 1
+
+
+def fitting_context(num_blocks: int, block_size: int, max_model_len: int) -> int:
+    """Return the tokens of the longest request that the pool holds: max_model_len, or a multiple of
+    1,024 below it. One block is the null block.
+    """
+    tokens = (num_blocks - 1) * block_size
+    return max_model_len if tokens >= max_model_len else max(0, tokens // _CONTEXT_STEP * _CONTEXT_STEP)
+
+
+def _too_small(model: PagedModel, budget: int) -> ConfigError:
+    needed = -(-model.max_model_len // model.block_size) + 1  # plus the null block
+    return ConfigError(
+        f"kv_cache_gib: the KV pool may take {budget / GIB:.2f} GiB, but one request of max_model_len "
+        f"{model.max_model_len} needs {needed * model.kv_bytes_per_block() / GIB:.2f} GiB; lower max_model_len, raise "
+        f"kv_cache_gib or memory_fraction, or free memory on {model.device}"
+    )
 
 
 def available_memory(device: torch.device, gpu_share: float = 1.0) -> int:
