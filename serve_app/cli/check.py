@@ -76,8 +76,9 @@ def _report(model: str, max_model_len: int | None) -> Report:
     context = fitting_context(blocks, found.block_size, found.max_model_len)
     if context == 0 or (max_model_len is not None and context < max_model_len):
         raise ConfigError(
-            f"max_model_len: {found.max_model_len:,} tokens do not fit the KV pool, which holds {tokens:,}"
+            f"max_model_len: {found.max_model_len} tokens do not fit the KV pool, which holds {tokens}; lower it"
         )
+    shown = f"{context:,}" if context == found.max_model_len else f"{context:,} of {found.max_model_len:,}"
     fast = "the GPU kernels" if found.device.type == "cuda" else "the CPU kernels"
     return Report(
         model=str(found.files.path or found.files.source),
@@ -86,6 +87,6 @@ def _report(model: str, max_model_len: int | None) -> Report:
         format=f"{'GGUF' if found.files.kind == 'gguf' else 'safetensors'}: {found.stored}",
         weights=f"about {found.weight_bytes / _GIB:.2f} GiB on {found.device}",
         kv_cache=f"{found.kv_bytes_per_token:,} bytes per token; {tokens:,} tokens fit",
-        context=f"{context:,} of {found.max_model_len:,} tokens; {tokens // context:,} requests of that length fit",
+        context=f"{shown} tokens; {tokens // context:,} requests of that length fit",
         slots=f"up to {choose_slots(MAX_SLOTS, tokens, None).number}",
     )

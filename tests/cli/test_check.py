@@ -71,13 +71,13 @@ def test_what_cannot_be_served_has_status_2_and_one_line(tmp_path: Path) -> None
     assert "no GGUF file at" in result.output
 
 
-def test_a_context_that_does_not_fit_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_context_that_does_not_fit_is_shortened_or_refused(tmp_path: Path) -> None:
     wide = {"num_hidden_layers": 8, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8}
     module = tiny_model("llama", torch.float32, max_position_embeddings=3_000_000, **wide)
     module.save_pretrained(tmp_path / "tiny")
-    found = check(str(tmp_path / "tiny"), status=2)
-    assert "one request of max_model_len 3000000 needs" in found["reason"]
-    assert "lower max_model_len" in found["reason"]
+    assert " of 3,000,000 tokens; 1 requests" in check(str(tmp_path / "tiny"))["context"]
+    found = check(str(tmp_path / "tiny"), "--max-model-len", "3000000", status=2)
+    assert "max_model_len: 3000000 tokens do not fit the KV pool" in found["reason"]
     check(str(tmp_path / "tiny"), "--max-model-len", "1000")
 
 
