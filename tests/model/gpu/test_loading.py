@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -26,8 +27,9 @@ from tests.model.sources.test_gguf_file import VOCAB, config, kinds, transformer
 from tests.model.stepping import Sequences, random_tokens
 from tests.models import tiny_model
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(900)]
 
+MATMUL = np.matmul
 LARGE: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -40,6 +42,12 @@ LARGE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture(autouse=True)
+def fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No equal bits are wanted here, so that BLAS may multiply the interpreter's tiles."""
+    monkeypatch.setattr(np, "matmul", MATMUL)
 
 
 def load(path: Path, device: torch.device, **options: Any) -> PagedModel:
@@ -62,7 +70,8 @@ def test_a_folder_is_read_straight_onto_the_device(
     arch: str, tmp_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Biases, and norms with an offset. The second start takes its blueprint from the disk."""
-    module = tiny_model(arch, torch.float32)
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    module = tiny_model(arch, torch.float32, **(layers if arch == "gemma3" else {}))
     module.save_pretrained(tmp_path / "tiny")
     with caplog.at_level(logging.INFO):
         models = [load(tmp_path / "tiny", device) for _ in range(2)]
