@@ -56,7 +56,6 @@ HARMLESS: Mapping[str, str] = {
         "about tokens and pipelines; read elsewhere or unused",
     ),
     "auto_map": "names code in the folder, which is never run",
-    "num_image_tokens": "about images, which are not served",
     "max_window_layers": "only applies with `use_sliding_window`",
     "quantization_config": "transformers' quantizers read it, or refuse it",
     "_sliding_window_pattern": "`layer_types` states it",
