@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from serve_app.core.autosize import MAX_SLOTS, choose_slots
 from serve_app.errors import ConfigError
@@ -43,10 +41,8 @@ def check(
     if as_json:
         typer.echo(json.dumps(report))
         return
-    table = Table(show_header=False, box=None)
     for name, value in report.items():
-        table.add_row(name.replace("_", " "), value)
-    Console(soft_wrap=True).print(table)
+        typer.echo(f"{name.replace('_', ' '):<9} {value}")
 
 
 def _report(model: str, max_model_len: int | None) -> Report:
