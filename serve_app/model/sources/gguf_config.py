@@ -188,7 +188,7 @@ def _gemma(keys: Metadata, values: dict[str, Any], tensors: Collection[str]) -> 
     largest = keys.count("block_count") == _GEMMA_27B_LAYERS[keys.architecture]
     scalar = values["hidden_size"] // values["num_attention_heads"] if largest else values["head_dim"]
     if scale := keys.number("attention.scale", 0.0):
-        scalar = round(scale**-2)
+        scalar = max(1, round(scale**-2))
         if not math.isclose(scalar**-0.5, scale, rel_tol=1e-5):
             keys.refuse("attention.scale", f"{scale} is not the inverse root of a whole number")
     values["query_pre_attn_scalar"] = scalar

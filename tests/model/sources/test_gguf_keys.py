@@ -194,6 +194,14 @@ def test_other_keys_are_honoured_too(tmp_path: Path, architecture: str, keys: An
         assert difference(got, module_of(architecture)) > 0.01
 
 
+@pytest.mark.parametrize("scale", [2.0, -1.0, 0.3])
+def test_a_scale_of_no_whole_number_is_refused_by_name(tmp_path: Path, scale: float) -> None:
+    keys = [("gemma3.attention.scale", scale, Value.FLOAT32)]
+    path = write_model(tmp_path / "tiny.gguf", "gemma3", module_of("gemma3"), keys=keys)
+    with pytest.raises(ConfigError, match=r"gemma3\.attention\.scale"):
+        load(path)
+
+
 def test_the_27b_gemmas_attention_is_scaled_by_the_width_of_all_heads(tmp_path: Path) -> None:
     """No key of theirs says it: llama.cpp knows the size by its number of layers."""
     values = {}
