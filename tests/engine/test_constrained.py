@@ -244,7 +244,7 @@ def streams(count: int, max_tokens: int) -> list[EngineRequest]:
     word, and so on."""
     kinds: list[dict[str, Any]] = [
         {"ignore_eos": True},
-        {"grammar": grammars.regex("[a-z]{60,80}")},
+        {"grammar": grammars.regex("[a-z]{400,500}")},
         {"ignore_eos": True},
         {"ignore_eos": True, "bad_words": ((40, 41),)},
     ]
