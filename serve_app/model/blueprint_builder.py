@@ -20,7 +20,7 @@ from serve_app.model.options import ModelOptions
 from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
 from serve_app.model.sources.blueprint import Blueprint
-from serve_app.model.sources.config_keys import read_config
+from serve_app.model.sources.config_keys import check_quantization, read_config
 from serve_app.model.sources.mapped_checkpoint import GENERATION_CONFIG, MappedCheckpoint, stored_tensors
 from serve_app.model.sources.safetensors_files import check_complete
 from serve_app.model.sources.skeleton import empty_text_module, small_copy, whole_windows
@@ -66,8 +66,5 @@ def _configs(files: ModelFiles, checkpoint: MappedCheckpoint, ignored: Collectio
         generation_config = GenerationConfig.from_pretrained(folder) if own else None
     except Exception as error:  # transformers' validators may raise anything
         raise UnsupportedModelError(f"{folder} cannot be used unchanged: {one_line(error)}") from error
-    quantization: Any = getattr(config, "quantization_config", None) or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    if quantization and method != "mxfp4":
-        raise UnsupportedModelError("its weights are quantized")
+    check_quantization(config)
     return config, generation_config

@@ -25,7 +25,7 @@ from serve_app.model.loader import pick_device
 from serve_app.model.options import ModelOptions, resolve_dtype
 from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
-from serve_app.model.sources.config_keys import read_config
+from serve_app.model.sources.config_keys import check_quantization, read_config
 from serve_app.model.sources.gguf_file import describe, make_config, open_gguf
 from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint
 from serve_app.model.sources.safetensors_files import check_complete, open_safetensors
@@ -43,6 +43,7 @@ _BITS: Mapping[Blocks, float] = {
     Blocks.Q8_0: 9,
     Blocks.Q6_K: 6.6,
     Blocks.BF16: 16,
+    Blocks.MXFP4: 4.25,
 }
 """Bits per weight on the C kernels in exact mode; all others are widened to 32."""
 _INT8_BITS = 9
@@ -131,11 +132,10 @@ def _formats(
     """Return the format of each of the module's matrices, and why they cannot be used unchanged, or
     an empty text. Files of a hub are not read.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        return {}, "its weights are quantized"
-    if files.path is None:
-        return {}, ""
     try:
+        check_quantization(config)
+        if files.path is None:
+            return {}, ""
         checkpoint = _open(files, options)
         if files.kind == "folder":
             checkpoint = checkpoint.renamed(module_names(checkpoint.tensors, module, left_out))

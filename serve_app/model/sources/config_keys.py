@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from serve_app.errors import ConfigError, one_line
+from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.sources.refused_keys import check_refused
 
 HARMLESS: Mapping[str, str] = {
@@ -224,3 +225,13 @@ def _own_rope_keys(kind: Any) -> Collection[str]:
     usual = getattr(kind(), "rope_parameters", None) or {}
     nested = {key for value in usual.values() if isinstance(value, Mapping) for key in value}
     return {*usual, *nested, *(kind.ignore_keys_at_rope_validation or ())}
+
+
+def check_quantization(config: Any) -> None:
+    """Raise UnsupportedModelError for weights in a format that is not read from the files
+    unchanged.
+    """
+    quantization: Any = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    if quantization and method != "mxfp4":
+        raise UnsupportedModelError(f"its weights are quantized ({method})")
