@@ -22,6 +22,7 @@ from serve_app.checkpoints.gguf_header import GgufHeader
 from serve_app.checkpoints.model_files import check_model, locate_model
 from serve_app.errors import ServeAppError
 from serve_app.launch.config_file import read_config
+from serve_app.launch.config_source import ConfigSource
 from serve_app.model.executor import UnsupportedModelError
 from serve_app.model.loader import load_model
 from serve_app.model.options import ModelOptions
@@ -148,7 +149,7 @@ CONFIG = (REPOSITORY / "deploy" / "config.yaml").read_bytes()
 def test_config_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
-    typed(lambda: read_config(path))
+    typed(lambda: read_config(ConfigSource(file=path), tmp_path))
 
 
 KEYS = yaml.safe_dump(

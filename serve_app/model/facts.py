@@ -94,7 +94,7 @@ def _states_end(folder: Path, file: str) -> bool:
         return True
     try:
         stated = json.loads((folder / file).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     parts = [stated, stated.get("text_config")] if isinstance(stated, dict) else []
     return any(isinstance(part, dict) and part.get("eos_token_id") is not None for part in parts)

@@ -125,7 +125,7 @@ def _saved_dtype(files: ModelFiles) -> torch.dtype | None:
         parts = config, config.get("text_config") or {}
         names = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
         return DTYPES.get(next(filter(None, names), ""))
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         return None  # its next reader reports the error
 
 

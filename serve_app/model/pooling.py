@@ -102,7 +102,7 @@ def _read(files: ModelFiles, name: str) -> Any:
     try:
         path = _of_hub(files, name) if files.kind == "hub" else Path(files.source, name)
         return None if path is None or not path.is_file() else json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: cannot read {name} of {files.source}: {error}") from error
 
 

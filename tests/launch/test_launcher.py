@@ -22,6 +22,7 @@ import tests.quiet_ray  # noqa: F401 (Ray Serve keeps the environment that it is
 from load_tests.chaos.small_model import write_small_model
 from serve_app.launch import launcher
 from serve_app.launch.config_file import read_config
+from serve_app.launch.config_source import ConfigSource
 from serve_app.launch.deployment import find_cause
 from serve_app.launch.surroundings import make_rays_token
 from tests.serving.conftest import REPOSITORY, Server, launch, wait_for, write_config
@@ -38,7 +39,7 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def refuse(config: Path) -> str:
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", os.environ.copy())
-            assert launcher.launch(config) == 2
+            assert launcher.launch(ConfigSource(file=config)) == 2
         output, errors = capsys.readouterr()
         (line,) = str(errors).splitlines()
         assert (output, line.startswith(f"serve-app: {config}: ")) == ("", True)
@@ -275,7 +276,7 @@ def test_an_open_server_beyond_this_machine_is_refused_unless_it_is_meant(refuse
     line = refuse(config())
     assert "`ingress.keys_file`: required because the server listens beyond this machine (0.0.0.0)" in line
     assert "keys.yaml: No such file" in refuse(config(keys_file="/no/such/keys.yaml"))
-    assert list(read_config(config(allow_anonymous=True)).ours) == ["serve_app"]
+    assert list(read_config(ConfigSource(file=config(allow_anonymous=True)), tmp_path).ours) == ["serve_app"]
 
 
 def test_a_broken_keys_file_is_refused(refuse: Refuse, tmp_path: Path) -> None:

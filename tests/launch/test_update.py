@@ -11,6 +11,7 @@ import tests.quiet_ray  # noqa: F401
 from serve_app.launch import update
 from serve_app.launch.bounded import BoundedCalls
 from serve_app.launch.config_file import read_config
+from serve_app.launch.config_source import ConfigSource
 from serve_app.launch.update import Update
 from serve_app.serving import gpus, ray_patches
 from tests.serving.conftest import wait_for, write_config
@@ -48,9 +49,9 @@ def test_what_is_asked_for_while_ray_does_not_answer_is_done_later(
 ) -> None:
     controller = Controller(monkeypatch)
     said: list[str] = []
-    config = write(tmp_path, 16)
+    source = ConfigSource(file=write(tmp_path, 16))
     ended = threading.Event()
-    asked = Update(config, read_config(config), tmp_path, said.append, ended.set)
+    asked = Update(source, read_config(source, tmp_path), tmp_path, said.append, ended.set)
     rays = BoundedCalls(said.append)
 
     def look() -> None:
@@ -73,7 +74,7 @@ def test_what_is_asked_for_while_ray_does_not_answer_is_done_later(
 
     wait_for(has_ended, "the end of the second update")
     assert controller.deployed == [17, 18]
-    again = f"deploying {config} again"
+    again = f"deploying {source} again"
     assert [line for line in said if line in (again, "deployed")] == [again, again, "deployed"]
     assert asked.target.ours["serve_app"].engine.max_model_len == 18
 
@@ -83,8 +84,9 @@ def test_an_update_is_waited_for_no_longer_than_the_server_runs(
 ) -> None:
     controller = Controller(monkeypatch)
     monkeypatch.setattr(update, "_DEPLOY_S", 3600.0)
-    config, said = write(tmp_path, 16), list[str]()
-    asked, stopping = Update(config, read_config(config), tmp_path, said.append, lambda: None), threading.Event()
+    source, said = ConfigSource(file=write(tmp_path, 16)), list[str]()
+    asked = Update(source, read_config(source, tmp_path), tmp_path, said.append, lambda: None)
+    stopping = threading.Event()
     follower = threading.Thread(target=asked.follow, args=(stopping,))
     asked.ask()
     follower.start()

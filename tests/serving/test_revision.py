@@ -83,7 +83,7 @@ def test_a_replica_that_fell_back_to_a_slower_executor_is_another_revision(
 
     monkeypatch.setattr(decoder, "TOKEN_BUCKETS", (16,))
     fast = revision(tiny_folder, attention_backend="triton")
-    monkeypatch.setattr(gpu, "_build", fail)
+    monkeypatch.setattr(gpu, "_check_options", fail)
     assert revision(tiny_folder, attention_backend="triton") != fast
     assert "a kernel failed" in caplog.text
 

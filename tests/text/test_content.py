@@ -43,7 +43,7 @@ def told(tokenizer: Tokenizer, ids: list[int], stop: StopConfig, cuts: list[int]
 def config(family: str, thinking: Thinking | None, stops: list[str], least: int = 0) -> StopConfig:
     form = tokenizer_of(family).tool_format
     assert form is not None
-    markers = f"{form.markers}<think></think><|channel><channel|>"
+    markers = f"{form.markers}<think></think><|channel><channel|>[THINK][/THINK]"
     return StopConfig(tuple(stops), min_tokens=least, markers=markers, thinking=thinking, tools=form, parameters=TOOLS)
 
 
