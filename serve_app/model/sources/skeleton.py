@@ -84,7 +84,8 @@ def _narrow(text: Any) -> None:
             setattr(text, name, _WINDOW if name == "sliding_window" else _NARROW)
     text.hidden_size = text.intermediate_size = text.vocab_size = _NARROW
     text.bos_token_id = text.eos_token_id = 0
-    text.pad_token_id = None
+    # Some modules put the padding's id in the place of images.
+    text.pad_token_id = None if text.pad_token_id is None else 0
     _narrow_experts(text)
 
 
