@@ -8,7 +8,7 @@ from load_tests.families.outcome import FAST, MODULES, NOT_BUILT, REFUSED, WRONG
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _TITLES = {
-    FAST: ("On the C kernels", "The Triton kernels take the same structures on a GPU."),
+    FAST: ("On the C kernels", "The Triton kernels run most of these on a GPU."),
     MODULES: (
         "On transformers' modules",
         "Any dtype and device, several times slower on a CPU. The log of a start has the same reason.",

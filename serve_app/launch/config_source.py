@@ -1,5 +1,6 @@
 """What `serve-app serve` starts: a Serve config file, or a model with the default configuration.
-Options of the command line change its settings."""
+Command-line options override its
+settings."""
 
 import copy
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ _DEFAULT: Mapping[str, Any] = {
     "applications": [{"name": "serve_app", "route_prefix": "/", "import_path": IMPORT_PATH, "args": {}}],
 }
 _DEFAULT_MODEL: Mapping[str, Any] = {"engine": {"kv_cache_gib": 1.0}, "ingress": {"tools": "hermes"}}
-"""Settings of the default model, which needs little memory and whose template has no tools."""
+"""Settings of the default model: it is small, and its template does not define a tool format."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class ConfigSource:
 
     model: the setting `model`; None: the file's, or the default model. file: a config file; None:
     the default configuration. http: keys of `http_options`. settings: values by dotted keys of the
-    application's `args`. api_key: the only key that the server accepts.
+    application's `args`. api_key: the only key that the server accepts; it is an admin's.
     """
 
     model: str | None = None
@@ -42,8 +43,8 @@ class ConfigSource:
 
     @classmethod
     def of(cls, name: str | None, file: Path | None, **options: Any) -> "ConfigSource":
-        """Return the target of a command line. `name`: a config file if it ends like one, else a
-        model. Raises `ConfigError`."""
+        """Return the source for a command line. `name`: a config file if it ends in .yaml or .yml,
+        else a model. Raises `ConfigError`."""
         if name is None or not name.endswith(_CONFIG_SUFFIXES):
             return cls(name, file, **options)
         if file is not None:
@@ -51,7 +52,7 @@ class ConfigSource:
         return cls(None, Path(name), **options)
 
     def __str__(self) -> str:
-        """Return its name in messages."""
+        """Return the name for messages."""
         return str(self.file or self.model or "the default model")
 
     def read(self, scratch: Path) -> Any:
@@ -60,10 +61,10 @@ class ConfigSource:
         written."""
         data: Any = copy.deepcopy(dict(_DEFAULT)) if self.file is None else load_yaml(read_text(self.file))
         changes = self._changes(scratch)
-        if not (changes or self.http) or not isinstance(data, dict):
-            return data
+        if not isinstance(data, dict):
+            return data  # its reader refuses it
         if self.http:
-            data["http_options"] = {**(data.get("http_options") or {}), **self.http}
+            data["http_options"] = {**_section(data, "http_options"), **self.http}
         if changes:
             _merge(_args_of_one(data), changes)
         return data
@@ -97,13 +98,22 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _args_of_one(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the `args` of the config's only application. Raises `ConfigError` if there are
-    several."""
+    """Return the `args` of the config's only application. Raises `ConfigError` unless there is
+    exactly one."""
     applications = data.get("applications")
     if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
         raise ConfigError("options of the command line need a config file with exactly one application")
-    args: dict[str, Any] = applications[0].setdefault("args", {})
+    args = applications[0]["args"] = _section(applications[0], "args")
     return args
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a mapping of the config, empty if it is missing. Raises `ConfigError` for another
+    type."""
+    section = data.get(key) or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{key}: must be a mapping, got {type(section).__name__}")
+    return section
 
 
 def _merge(into: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -119,7 +129,7 @@ def _merge(into: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def _write_keys(scratch: Path, key: str) -> Path:
     """Write a keys file that only this user can read."""
     if len(key) < MIN_KEY_CHARACTERS:
-        raise ConfigError(f"--api-key: has {len(key)} characters, and at least {MIN_KEY_CHARACTERS} are needed")
+        raise ConfigError(f"--api-key: must have at least {MIN_KEY_CHARACTERS} characters, got {len(key)}")
     path = scratch / "keys.yaml"
     path.touch(0o600)
     path.write_text(yaml.safe_dump({"command-line": {"sha256": hash_key(key), "admin": True}}))

@@ -3,8 +3,9 @@ their layers from transformers' modules.
 
 A family is a row of `FAMILIES`: which of the record's fields each module of a layer is. Models of
 other types are tried as Llama. Everything that a module has (children, parameters, buffers) must be
-named by the row; what is left over is refused by its name, because it may change the answer. Each
-executor decides which records it can run, and its logits are compared with those of the modules.
+read by `_Reader` or named in the row; what is left over is refused by its name, because it may
+change the answer. Each executor decides which records it can run, and its logits are compared with
+those of the modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -132,7 +133,7 @@ class _Reader:
         layers = [self._layer(layer, shape, rotary) for layer, shape in zip(parts["layers"], attention, strict=True)]
         final_norm = self._norm(parts["norm"])
         parts.done()
-        expect(len(self._eps) == 1, "norms of different kinds")
+        expect(len(self._eps) == 1, "norms with different eps")
         expect(len(self._activations) == 1, "several activations")
         rotations = [self._angles(rotary, kind, max_model_len) for kind in self._rotations]
         for layer in layers:
@@ -219,8 +220,8 @@ class _Reader:
         )
 
     def _rotation(self, attn: Any, rotary: Any) -> int | None:
-        """Number the layer's kind of positions. Embeddings with several kinds name them as the
-        layers' types."""
+        """Return the index of the layer's rotary table, or None without rotation. An embedding with
+        several tables has one for each of `config.layer_types`."""
         unrotated = self._family.unrotated
         if unrotated is not None and not getattr(attn, unrotated):
             return None
@@ -278,12 +279,14 @@ def _refuse_scaled_queries(config: Any, positions: int) -> None:
     """Raise UnsupportedModelError if queries are scaled by their position. No check at load runs
     sequences that are long enough to show it.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    first = rope.get("original_max_position_embeddings")
-    expect(
-        not rope.get("llama_4_scaling_beta") or (first is not None and positions <= first),
-        f"queries are scaled by their position from {first} on; with max_model_len {first} the kernels run it",
-    )
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    first: Any = rope.get("original_max_position_embeddings")
+    if rope.get("llama_4_scaling_beta"):
+        expect(first is not None, "queries that are scaled by their position")
+        expect(
+            positions <= first,
+            f"queries are scaled by position beyond {first} tokens; with max_model_len {first} the kernels run it",
+        )
 
 
 def _embedding(module: nn.Module) -> tuple[torch.Tensor, float]:
@@ -301,7 +304,7 @@ def _linear(*modules: Any) -> Linear:
     for module in modules:
         expect(type(module) is nn.Linear, f"{type(module).__name__} for a linear layer")
     biases = [module.bias for module in modules if module.bias is not None]
-    expect(len(biases) in (0, len(modules)), "biases in only some of q, k and v")
+    expect(len(biases) in (0, len(modules)), "biases in only some of the joined linear layers")
     return Linear(tuple(module.weight for module in modules), tuple(biases))
 
 

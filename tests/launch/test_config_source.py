@@ -1,5 +1,6 @@
 """What a command line serves: a model or a config file, changed by options."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_key_of_the_command_line_is_the_only_one(tiny_folder: Path, tmp_path: 
         (("--set", "engine"), "--set engine: must be KEY=VALUE"),
         (("--set", "engine.kv_cach=1"), "unknown setting `engine.kv_cach` (did you mean `kv_cache_gib`?)"),
         (("--set", "engine.kv_cache_gib=["), "its value is not valid YAML"),
-        (("--api-key", "short"), "--api-key: has 5 characters, and at least 16 are needed"),
+        (("--api-key", "short"), "--api-key: must have at least 16 characters, got 5"),
         (("--port", "99999"), "port"),
         (("--replicas", "0"), "`num_replicas`"),
         (("--dtype", "int4"), "`dtype`"),
@@ -89,6 +90,18 @@ def test_a_mistake_is_one_line(arguments: tuple[str, ...], said: str, tmp_path: 
     assert ended.returncode == 2
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
+@pytest.mark.parametrize(("text", "said"), [("args:", None), ("args: [1]", "args: must be a mapping, got list")])
+def test_args_of_another_type_are_refused(tmp_path: Path, text: str, said: str | None) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"applications:\n- import_path: serve_app.app:build\n  {text}\n")
+    source = ConfigSource(model="default", file=file, http={"port": 9000})
+    if said is None:
+        assert args_of(source, tmp_path) == {"model": "default"}
+    else:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            source.read(tmp_path)
 
 
 def test_several_applications_take_no_options(tmp_path: Path) -> None:

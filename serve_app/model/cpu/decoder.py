@@ -348,7 +348,7 @@ class _Packing:
                 if packed is not None:
                     return packed
         packed = self._kernels.pack(matrices, _ANY[arithmetic], exactly=exactly)
-        assert packed is not None  # these formats hold all values, and `_check` verified the widths
+        assert packed is not None  # these formats hold all values, and `check_shapes` verified the widths
         return packed
 
 
