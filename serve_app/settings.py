@@ -84,8 +84,8 @@ class EngineSettings(_Frozen):
     """Maximum size of the KV pool in GiB; null = what measured memory allows (on a CPU at most
     4)."""
     memory_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Fraction of the memory left after loading and a largest step for the KV pool; CUDA graphs
-    need the rest."""
+    """Fraction of the free memory for the KV pool, measured after loading and one step of maximum
+    size; CUDA graphs need the rest."""
     policy: Literal["fcfs", "priority", "static"] = "fcfs"
     """`fcfs` = by arrival; `priority` = lowest `priority` of a request first; `static` = closed
     batches (baseline)."""

@@ -249,8 +249,8 @@ def check_sequences(num_prompts: int, body: GenerationBody, limits: ApiLimits) -
         )
     if num_prompts * len(body.answers_with_odds) > limits.max_sequences:
         raise InvalidRequestError(
-            f"`structured_outputs.choice` contains {len(body.answers_with_odds)} answers with `odds` for {num_prompts} "
-            f"prompts: at most {limits.max_sequences} per request",
+            f"`structured_outputs.choice`: answers with `odds` times prompts must be at most {limits.max_sequences}, "
+            f"got {len(body.answers_with_odds)} answers and {num_prompts} prompts",
             param="structured_outputs.choice",
         )
 

@@ -91,7 +91,7 @@ class ChunkUsage:
 
 
 class ChunkTemplate:
-    """A template for chunks of one choice, which share all other fields."""
+    """Builds the chunks of a stream, which differ only in `choices` and `usage`."""
 
     def __init__(self, head: dict[str, Any], usage: ChunkUsage) -> None:
         """head: the fields of every chunk except `choices` and `usage`."""

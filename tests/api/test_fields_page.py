@@ -153,7 +153,7 @@ def page() -> str:
         text += "".join(_rows(body, base)) + "\n"
     text += "## Ignored and refused fields\n\n"
     text += "Fields that would not change an answer are accepted and ignored, some only at one value.\n"
-    text += "Other values are refused by name.\n\n"
+    text += "Other values get an error that names the field.\n\n"
     text += "| where | ignored | ignored at one value | refused |\n|---|---|---|---|\n" + "".join(_ignored_rows())
     text += "\n## OpenAI's fields\n\nEach field of the request types of the `openai` package. A test compares them.\n\n"
     return text + table()

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -152,13 +151,15 @@ def read_floats(header: GgufHeader, names: Mapping[str, str], module: Any) -> di
     Raises UnsupportedModelError for tensors that need more than a known reordering of rows, and for
     modules whose parameters are not all in the file.
     """
+    from gguf import dequantize
+
     stored, weights = _stored_tensors(header, names, module.config), {}
     if missing := dict(module.named_parameters()).keys() - stored.keys():
         raise UnsupportedModelError(f"its file has no {min(missing)}")
     for tensor in header.tensors:
         if tensor.name in names:
             place = stored[names[tensor.name]]
-            values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(place.shape)
+            values = dequantize(tensor.data, tensor.tensor_type).reshape(place.shape)
             rows = values[interleaved(len(values), place.heads)] if place.heads else values
             weights[names[tensor.name]] = torch.from_numpy(np.ascontiguousarray(rows - np.float32(place.added)))
     return weights
@@ -177,11 +178,13 @@ def _own_names(header: GgufHeader, module: Any) -> dict[str, str]:
     """Map the file's tensor names to the module's by the gguf package's table. Empty if it lacks
     some.
     """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
     architecture = header.fields["general.architecture"].value
-    kind = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    kind = next((key for key, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if kind is None:
         return {}
-    table = gguf.get_tensor_name_map(kind, module.config.num_hidden_layers)
+    table = get_tensor_name_map(kind, module.config.num_hidden_layers)
     names = {}
     for name in module.state_dict(keep_vars=True):
         stem, _, ending = name.rpartition(".")

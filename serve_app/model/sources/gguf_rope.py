@@ -98,7 +98,9 @@ def _factors(keys: Metadata, tensors: Mapping[str, TensorInfo], name: str, rotat
     keys.use_tensor(name)
     numbers: list[float] = tensors[name].data.reshape(-1).astype(float).tolist()
     if len(numbers) != rotated // 2:
-        raise keys.error(f"{name} has {len(numbers)} numbers for the {rotated // 2} pairs of a head")
+        raise keys.error(
+            f"{name} must contain {rotated // 2} numbers, one per rotated pair of a head, got {len(numbers)}"
+        )
     return numbers
 
 
