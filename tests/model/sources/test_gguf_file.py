@@ -123,7 +123,7 @@ def test_frequencies_are_divided_as_the_file_says(tmp_path: Path, attention_back
     assert float((got - expected).abs().max() / expected.std()) < 1e-3
     assert float((got - undivided).abs().max() / expected.std()) > 0.1
     shapes = tensor_shapes(stretched) | {"rope_freqs.weight": (31,)}
-    with pytest.raises(ConfigError, match="rope_freqs.weight must have 32 numbers, one per rotated pair, got 31"):
+    with pytest.raises(ConfigError, match="rope_freqs.weight must contain 32 numbers, one per rotated pair of a head"):
         load(write_gguf(tmp_path / "other.gguf", stretched, shapes=shapes), attention_backend=attention_backend)
 
 
