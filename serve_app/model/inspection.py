@@ -1,6 +1,6 @@
-"""What a model would do here, found out without its weights: its path, its format and its memory.
+"""Reports how a model would run on this machine (executor, format, memory) without its weights.
 
-A narrow random copy of the model is loaded, as when the weights come straight from their files.
+It loads a narrow copy with random weights, as the loader does for its checks.
 """
 
 from collections.abc import Mapping
@@ -53,8 +53,9 @@ _INT8_BITS = 9
 class Inspection:
     """A model that can be served here.
 
-    name: transformers' class. reason: why the modules compute it; empty on a fast path. stored: the
-    dtypes of the files. weight_bytes: an estimate. kv_bytes_per_token: over all layers.
+    name: transformers' class. reason: why transformers' modules are used; empty if kernels are
+    used. stored: the dtypes of the files. weight_bytes: an estimate. kv_bytes_per_token: over all
+    layers.
     """
 
     files: ModelFiles

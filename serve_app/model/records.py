@@ -1,7 +1,7 @@
-"""What the layers of a decoder are, as records. The C and the Triton executors take these records,
-whatever the model's family. `families` fills them from transformers' modules.
+"""Records that describe a decoder and its layers. The C and the Triton executors take these
+records, whatever the model's family. `families` fills them from transformers' modules.
 
-A record holds parameters of a module, which may be without values (torch's device "meta").
+Tensors in a record may be on torch's device "meta", without values.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Norm:
 
     @property
     def factor(self) -> Tensor:
-        """What is multiplied, in float32 if there is an offset: in 16 bits the sum would round."""
+        """weight + offset, in float32 if there is an offset: a 16-bit sum would be rounded."""
         return self.weight.float() + self.offset if self.offset else self.weight
 
 
@@ -71,8 +71,8 @@ class Rotation:
 @dataclass(frozen=True, slots=True)
 class Stack:
     """One matrix per expert. weight: [experts, outputs, inputs], or [experts, inputs, outputs] if
-    `transposed`. bias: [experts, outputs] or None. interleaved: outputs of gate and up alternate;
-    otherwise all of the gate come first.
+    `transposed`. bias: [experts, outputs] or None. interleaved: rows of gate and up alternate;
+    otherwise all rows of the gate come first.
     """
 
     weight: Tensor
@@ -122,9 +122,9 @@ class LayerRecord:
 
     attention_in, mlp_in: n1 and n2. attention_out, mlp_out: norms of what is added to x, or None.
     query_norm, key_norm: norms of each head [head_dim], before the rotation. norm_values: values
-    have such a norm without a weight. rotation: index into the decoder's rotations; None without
-    positions. factor: [1], x is multiplied by it at the end; None: 1. sinks: [heads], the score of
-    one more key per query head, whose value is zero.
+    are normalized per head, without a weight. rotation: index into the decoder's rotations; None:
+    the layer has no rotary positions. factor: [1], multiplies the layer's output; None: no factor.
+    sinks: [heads], the score of one more key per query head, whose value is zero.
     """
 
     attention: AttentionLayer
