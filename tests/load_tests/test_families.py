@@ -63,6 +63,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.wide
+@pytest.mark.timeout(1800)
 def test_the_page_is_current(tmp_path: Path) -> None:
     page = tmp_path / "models.md"
     done = CliRunner().invoke(app, ["--json", str(tmp_path / "families.json"), "--page", str(page)])
