@@ -107,7 +107,7 @@ def test_the_days_use_outlives_a_pipe_in_the_ledgers_place(keyed: Keyed) -> None
     (file,) = keyed.ledger.glob("usage-*.jsonl")
     file.unlink()
     os.mkfifo(file)
-    keyed.server.said("the ledger's file of today cannot be used")
+    keyed.server.said("today's ledger file cannot be used")
     assert "serve_app_ledger_unusable 1.0" in keyed.get("/metrics", "admin").text
     assert keyed.complete("a").status_code == 200
     assert keyed.get("/v1/usage", "a").json()["today"]["requests"] == before + 1
