@@ -50,13 +50,13 @@ class ConfigFile:
         return f"{'http' if self.key_pair is None else 'https'}://{host}:{self.port}"
 
 
-def read_config(target: ConfigSource, scratch: Path) -> ConfigFile:
+def read_config(source: ConfigSource, scratch: Path) -> ConfigFile:
     """Read and validate a config file. scratch: see `ConfigSource.read`.
 
     Raises `ConfigError` with one line for any error in the file or in the files that it names.
     """
     with typed_errors("cannot be used: "):
-        return _read_config(target.read(scratch))
+        return _read_config(source.read(scratch))
 
 
 def _read_config(data: Any) -> ConfigFile:

@@ -1,6 +1,5 @@
 """What `serve-app serve` starts: a Serve config file, or a model with the default configuration.
-Command-line options override its
-settings."""
+Command-line options override its settings."""
 
 import copy
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ def first_token(url: str, key: str) -> str | None:
 def welcome(url: str, model: str, internal_key: str, *, wants_key: bool) -> str:
     """Return what the terminal shows when the server is ready: its pages, and an example command
     that this model answers."""
-    chats = _chats(url, model, internal_key)
+    chats = _chats(url, internal_key)
     pages = {"chat": f"{url}/", "API": f"{url}/v1", "docs": f"{url}/docs"}
     if not chats:
         pages.pop("chat")
@@ -50,14 +50,13 @@ def welcome(url: str, model: str, internal_key: str, *, wants_key: bool) -> str:
     return "\n".join([*lines, _example(url, model, chats=chats, wants_key=wants_key)])
 
 
-def _chats(url: str, model: str, key: str) -> bool:
-    """Whether the model has a chat template that the server can use."""
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+def _chats(url: str, key: str) -> bool:
+    """Whether the model has a chat template. The server does not start with one that it cannot
+    use."""
     try:
-        _call(f"{url}/v1/chat/completions", key, body)
+        return _call(f"{url}/tokenizer_info", key, None)["chat_template"] is not None
     except (OSError, ValueError):
         return False
-    return True
 
 
 def _example(url: str, model: str, *, chats: bool, wants_key: bool) -> str:

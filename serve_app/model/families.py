@@ -165,8 +165,8 @@ class _Reader:
         sinks = inner["sinks"] if self._family.sinks else None
         norm_values = self._plain_norm(inner.get("v_norm"))
         inner.done()
-        mixture = self._family.mixture is not None and hasattr(mlp, "experts")
-        gate_up, down = (None, None) if mixture else self._mlp(mlp)
+        mixture = self._family.mixture if hasattr(mlp, "experts") else None
+        gate_up, down = self._mlp(mlp) if mixture is None else (None, None)
         return LayerRecord(
             attention=attention,
             qkv=_linear(query, key, value),
@@ -181,7 +181,7 @@ class _Reader:
             key_norm=key_norm,
             norm_values=norm_values,
             rotation=self._rotation(attn, rotary),
-            experts=self._experts(mlp, self._family.mixture) if mixture and self._family.mixture else None,
+            experts=None if mixture is None else self._experts(mlp, mixture),
             sinks=sinks,
             factor=factor,
         )

@@ -21,13 +21,12 @@ from serve_app.model.executors.selection import try_executors
 from serve_app.model.executors.transformers import TransformersExecutor
 from serve_app.model.facts import ModelFacts
 from serve_app.model.families import recognise
-from serve_app.model.loader import pick_device
+from serve_app.model.loader import open_checkpoint, pick_device
 from serve_app.model.options import ModelOptions, resolve_dtype
 from serve_app.model.quiet import quiet
 from serve_app.model.rope import fix_frequencies
 from serve_app.model.sources.config_keys import check_quantization, read_config
-from serve_app.model.sources.gguf_file import describe, make_config, open_gguf
-from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint
+from serve_app.model.sources.gguf_file import describe, make_config
 from serve_app.model.sources.safetensors_files import check_complete, open_safetensors
 from serve_app.model.sources.skeleton import empty_text_module, small_copy
 from serve_app.model.sources.source_model import SourceModel
@@ -137,7 +136,7 @@ def _formats(
         check_quantization(config)
         if files.path is None:
             return {}, ""
-        checkpoint = _open(files, options)
+        checkpoint = open_checkpoint(files, options)
         if files.kind == "folder":
             checkpoint = checkpoint.renamed(module_names(checkpoint.tensors, module, left_out))
             check_complete(checkpoint, module)
@@ -157,13 +156,6 @@ def _stored(files: ModelFiles) -> str:
     except UnsupportedModelError:
         return ""
     return ", ".join(sorted({Blocks(tensor.blocks).name for tensor in tensors}))
-
-
-def _open(files: ModelFiles, options: ModelOptions) -> MappedCheckpoint:
-    assert files.path is not None
-    if files.kind == "folder":
-        return open_safetensors(files.path)
-    return open_gguf(files.path, Path(options.cache_dir).expanduser(), options.ignore_model_keys)
 
 
 def _problem(executor: ModelExecutor, module: Any, facts: ModelFacts) -> str:

@@ -21,6 +21,7 @@ from serve_app.model.paged_model import PagedModel
 from serve_app.model.pooling import read_pooling
 from serve_app.model.sources.blueprint import Blueprint, find_blueprint
 from serve_app.model.sources.gguf_file import open_gguf
+from serve_app.model.sources.mapped_checkpoint import MappedCheckpoint
 from serve_app.model.sources.safetensors_files import open_safetensors
 from serve_app.model.token_samplers import pick_sampler
 
@@ -134,14 +135,11 @@ def _map(
     files: ModelFiles, target: Target, options: ModelOptions, report: Progress, pooling: Pooling | None
 ) -> PagedModel:
     """Map the files and build the model. Raises UnsupportedModelError and ConfigError."""
-    assert files.path is not None
-    cache_dir = Path(options.cache_dir).expanduser()
     reading = "reading gguf" if files.kind == "gguf" else "reading safetensors"
     report(reading, 0.0)
-    ignored = options.ignore_model_keys
-    checkpoint = open_gguf(files.path, cache_dir, ignored) if files.kind == "gguf" else open_safetensors(files.path)
+    checkpoint = open_checkpoint(files, options)
     report(reading, 1.0)
-    choices = files.name, target.dtype, options.quantization, options.max_model_len, sorted(ignored)
+    choices = files.name, target.dtype, options.quantization, options.max_model_len, sorted(options.ignore_model_keys)
 
     def draw() -> Blueprint:
         # Imports transformers' modules.
@@ -151,6 +149,7 @@ def _map(
         report("verifying", 1.0)
         return drawn
 
+    cache_dir = Path(options.cache_dir).expanduser()
     blueprint = find_blueprint(cache_dir, checkpoint.identity, target.build, choices, draw)
     if blueprint.names is not None:
         checkpoint = checkpoint.renamed(blueprint.names)
@@ -158,6 +157,14 @@ def _map(
     # Replicas share blueprints, but not a GPU.
     facts = replace(blueprint.facts, device=target.device).ending_with(options.end_ids)
     return PagedModel(facts, executor, pick_sampler(executor, facts), pooling or "last")
+
+
+def open_checkpoint(files: ModelFiles, options: ModelOptions) -> MappedCheckpoint:
+    """Map a model's files, which must be local. Raises UnsupportedModelError and ConfigError."""
+    assert files.path is not None  # of a hub id
+    if files.kind == "folder":
+        return open_safetensors(files.path)
+    return open_gguf(files.path, Path(options.cache_dir).expanduser(), options.ignore_model_keys)
 
 
 def pick_device(name: str) -> torch.device:

@@ -160,3 +160,8 @@ class DecoderRecord:
     activation: Activation
     eps: float
     softcap: float | None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts. Rounded scores choose other experts for some tokens."""
+        return any(layer.experts is not None for layer in self.layers)

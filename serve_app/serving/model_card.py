@@ -1,4 +1,4 @@
-"""What the ingress tells clients about the model: its names, and what all replicas support."""
+"""The ingress's description of the model for clients: its names, and what all replicas support."""
 
 import time
 from collections.abc import Mapping, Sequence

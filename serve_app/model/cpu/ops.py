@@ -45,8 +45,7 @@ class Format(IntEnum):
 
 
 BITS = {Format.Q8: 8, Format.Q4: 4, Format.Q4S: 4, Format.MX4: 5, Format.Q4K: 4, Format.Q6K: 6}
-"""Bits of the unsigned numbers that stand for weights, in the formats that can be multiplied by
-fixed-point activations."""
+"""Bits of a stored weight, for the formats that fixed-point activations can multiply."""
 
 
 class Arithmetic(IntEnum):

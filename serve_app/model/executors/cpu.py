@@ -145,8 +145,7 @@ def verify(source: "SourceModel", kernels: Kernels, options: ModelOptions) -> Cp
     exact = (Arithmetic.EXACT,) if record.embedding.dtype == torch.float32 else ()
     for arithmetic in dict.fromkeys((*exact, wanted)):
         decoder = CpuDecoder(kernels, record, arithmetic=arithmetic)
-        # Rounded scores choose other experts for some tokens.
-        typical = arithmetic is not Arithmetic.EXACT and any(layer.experts for layer in record.layers)
+        typical = record.has_experts and arithmetic is not Arithmetic.EXACT
         verify_model(decoder, source.reference, layers, _TOLERANCE[arithmetic], typical=typical)
     return decoder
 

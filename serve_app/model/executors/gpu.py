@@ -149,13 +149,12 @@ def _verify(source: "SourceModel", options: ModelOptions) -> "GpuDecoder":
     record = recognise(source.head, source.base, facts.layers, facts.max_model_len)
     fp8 = options.quantization == "fp8"
     tolerance = TOLERANCE[facts.dtype]
-    # Rounded scores choose other experts for some tokens.
-    mixture = any(layer.experts for layer in record.layers)
-    typical = mixture and (facts.dtype != torch.float32 or options.uses_fp8)
+    typical = record.has_experts and facts.dtype != torch.float32
     if options.uses_fp8:  # without fp8 first: its noise would hide most errors
         wide = GpuDecoder(record, backend, facts.max_model_len)
-        verify_model(wide, source.reference, facts.layers, tolerance, typical=mixture and facts.dtype != torch.float32)
+        verify_model(wide, source.reference, facts.layers, tolerance, typical=typical)
         del wide
+        typical = record.has_experts
         tolerance = _FP8_TOLERANCE
     decoder = GpuDecoder(record, backend, facts.max_model_len, fp8=fp8, fp8_cache=kernels.fp8_cache)
     verify_model(decoder, source.reference, facts.layers, tolerance, typical=typical)

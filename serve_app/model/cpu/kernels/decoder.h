@@ -1,5 +1,5 @@
-/* One step of a decoder over the packed tokens of all sequences: from token ids to
- * final hidden states.
+/* One step of a decoder over the packed tokens of all sequences: from token ids to final hidden
+ * states.
  *
  * There are two ways to use many threads. A row's bits are the same in both.
  * In blocks: a thread computes a block of tokens from one attention to the next. For this it needs

@@ -1,6 +1,6 @@
 /* One layer of a decoder over packed tokens: norm, q k v, rotary positions and cache write,
- * attention, output product, norm, gated MLP or mixture of experts. The threads of a pool share every loop: by
- * tokens, by panels of weights, or by attention tasks. */
+ * attention, output product, norm, gated MLP or mixture of experts. The threads of a pool share
+ * every loop: by tokens, by panels of weights, or by attention tasks. */
 #ifndef SERVE_APP_LAYER_H
 #define SERVE_APP_LAYER_H
 
