@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from serve_app.launch.ports import free_port
-from tests.serving.conftest import Server, launch
+from tests.serving.conftest import Server, launch, running
 
 pytestmark = pytest.mark.cluster
 
@@ -31,13 +31,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config["applications"][0]["args"]["engine"] = {"kv_cache_gib": 0.1, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     path = tmp_path_factory.mktemp("examples") / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    server = Server(launch(path, {"PYTHONPATH": str(ROOT)}), f"http://127.0.0.1:{port}")
-    try:
-        server.wait_ready()
+    with running(launch(path, {"PYTHONPATH": str(ROOT)}), port) as server:
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.stop()
 
 
 def run(name: str, url: str = "") -> str:

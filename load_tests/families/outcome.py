@@ -86,7 +86,8 @@ def _load(model_type: str, folder: Path) -> Outcome:
     try:
         config = shrink(CONFIG_MAPPING[model_type])
         module = auto_class(config).from_config(config, dtype=torch.float32).eval()
-        _randomise(module)
+        torch.manual_seed(0)
+        randomise(module)
         module.save_pretrained(folder / "model")
         config.save_pretrained(folder / "model")
     except Exception as error:  # transformers' modules may raise anything
@@ -107,9 +108,8 @@ def _load(model_type: str, folder: Path) -> Outcome:
     return Outcome(name, MODULES, _reason(messages[-1]) if messages else "")
 
 
-def _randomise(module: Any) -> None:
+def randomise(module: Any) -> None:
     """Give all parameters other values than their defaults, in the order of their names."""
-    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() > 1:

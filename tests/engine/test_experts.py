@@ -1,23 +1,18 @@
 """Greedy output of mixtures of experts on the CPU kernels equals transformers', token for token, in
 float32."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from serve_app.core.request import EngineRequest
-from serve_app.core.sampling_params import SamplingParams
-from serve_app.model.paged_model import PagedModel
-from tests.engine.harness import Harness, Run
-from tests.engine.test_parity import generate_alone
+from tests.engine.harness import Harness
+from tests.engine.test_parity import MAX_TOKENS, Subject, generate_alone
 from tests.mixtures import KERNEL_MIXTURES, mixture
 from tests.models import VOCAB_SIZE, in_mode, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.wide]
-
-MAX_TOKENS = 20
 
 
 def make_prompts() -> list[list[int]]:
@@ -26,21 +21,6 @@ def make_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(2)
     long, short, more = (torch.randint(2, VOCAB_SIZE, (n,), generator=generator).tolist() for n in (600, 17, 40))
     return [long, short, [*more, 2], [*more, 3], [*short[:7] * 12], [5]]
-
-
-@dataclass
-class Subject:
-    model: PagedModel
-    prompts: list[list[int]]
-    expected: list[list[int]]
-
-    def requests(self, n: int = 1) -> list[EngineRequest]:
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, n=n)
-        return [EngineRequest(f"r{i}", tuple(prompt), params) for i, prompt in enumerate(self.prompts)]
-
-    def check(self, run: Run) -> None:
-        for (request_id, choice), outcome in run.outcomes.items():
-            assert outcome.token_ids == self.expected[int(request_id[1:])], (request_id, choice)
 
 
 @pytest.fixture(scope="module", params=KERNEL_MIXTURES)

@@ -8,7 +8,7 @@ import pytest
 
 from load_tests.chaos.small_model import write_small_model
 from serve_app.launch.ports import free_port
-from tests.serving.conftest import Server, launch
+from tests.serving.conftest import Server, launch, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -23,13 +23,8 @@ OPTIONS = (
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("one_line") / "model", free_port()
     write_small_model(folder)
-    server = Server(launch(folder, {}, options=("--port", str(port), *OPTIONS)), f"http://127.0.0.1:{port}")
-    try:
-        server.wait_ready()
+    with running(launch(folder, {}, options=("--port", str(port), *OPTIONS)), port) as server:
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.stop()
 
 
 def ask(server: Server, model: str, key: str | None = KEY) -> httpx.Response:

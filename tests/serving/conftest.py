@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
             server.wait_stopped()
 
 
+@contextmanager
+def running(process: subprocess.Popen[str], port: int) -> Iterator[Server]:
+    """The server of `launch` once it is ready. It is stopped behind the block."""
+    server = Server(process, f"http://127.0.0.1:{port}")
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
 SLOTS, WAITING, QUEUED = 8, 8, 64
 
 
@@ -213,13 +225,8 @@ def server(
     port = free_port()
     config = write_config(tmp_path_factory.mktemp("server"), args, port)
     environment = {} if request.param == "fast path" else DEFAULT_PATH
-    server = Server(launch(config, environment), f"http://127.0.0.1:{port}")
-    try:
-        server.wait_ready()
+    with running(launch(config, environment), port) as server:
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.stop()
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

@@ -12,7 +12,7 @@ import pytest
 from serve_app.launch.ports import free_port
 from serve_app.tenants.key_file import add_key
 from serve_app.tenants.ledger import read_ledger
-from tests.serving.conftest import Server, launch, write_config
+from tests.serving.conftest import Server, launch, running, write_config
 
 PROMPT = "Once upon a time " * 40
 
@@ -66,10 +66,5 @@ def keyed(
     built.add("admin", admin=True)
     port = free_port()
     environment = getattr(request.module, "ENVIRONMENT", {})
-    built.server = Server(launch(write_config(folder, args, port), environment), f"http://127.0.0.1:{port}")
-    try:
-        built.server.wait_ready()
+    with running(launch(write_config(folder, args, port), environment), port) as built.server:
         yield built
-    finally:
-        if built.server.process.poll() is None:
-            built.server.stop()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
+from load_tests.families.outcome import randomise
 from serve_app.errors import ConfigError
 from serve_app.model.cpu.build import find_compiler
 from serve_app.model.loader import load_model
@@ -64,12 +65,7 @@ def wrapper(kind: str, **changes: Any) -> Any:
     config = CONFIG_MAPPING[kind](**{**WRAPPERS[kind], **changes})
     torch.manual_seed(0)
     module = auto_class(config).from_config(config).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.1)
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    randomise(module)
     return module
 
 
